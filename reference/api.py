@@ -1,0 +1,240 @@
+"""The types that the reference and the optimized path share: configuration, laws, noise, results.
+
+Plain dataclasses over NumPy; nothing here imports torch. Words and rules are those of docs/algorithm.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from reference.numbers import Number, Vector, check_law, is_exact
+
+Proposal = Literal["rheo", "topk"]
+Verification = Literal["rheo", "rrsw"]
+
+GREEDY_TEMPERATURE = 1e-5  # below it a request is greedy: in growth, in verification, everywhere
+
+
+def is_greedy(temperature: float) -> bool:
+    """The one cut-off between greedy and sampled requests."""
+    return temperature < GREEDY_TEMPERATURE
+
+
+@dataclass(frozen=True)
+class RheoConfig:
+    """How trees are grown and verified.
+
+    Attributes:
+        lead_tokens: m, the rheostat: how many of the top tokens stand before the probe. m >= branching means no probe.
+        branching: K, the slots of a node.
+        depth: how many levels are drafted.
+        tree_size: R, the budget: draft nodes kept after global pruning, root not counted.
+        beam: how many nodes of a level are expanded; None means ``branching``.
+        draft_support: S, how many of the largest draft logits make a law.
+        proposal: "rheo" offers a probe, "topk" never does (EAGLE-2/3).
+        verification: "rheo" tests the probe first, "rrsw" takes siblings in their order in the tree.
+
+    Raises:
+        ValueError: an attribute is out of its range.
+    """
+
+    lead_tokens: int = 1
+    branching: int = 10
+    depth: int = 8
+    tree_size: int = 60
+    beam: int | None = None
+    draft_support: int = 128
+    proposal: Proposal = "rheo"
+    verification: Verification = "rheo"
+
+    def __post_init__(self) -> None:
+        for name, least in (("lead_tokens", 0), ("branching", 1), ("depth", 1), ("tree_size", 1), ("draft_support", 1)):
+            _check_count(name, getattr(self, name), least)
+        if self.beam is not None:
+            _check_count("beam", self.beam, 1)
+        for name, allowed in (("proposal", get_args(Proposal)), ("verification", get_args(Verification))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+
+    @property
+    def beam_width(self) -> int:
+        """How many nodes of a level are expanded."""
+        return self.branching if self.beam is None else self.beam
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
+
+
+@dataclass(frozen=True, eq=False)
+class DraftLaw:
+    """The draft's law at one node, over the target vocabulary.
+
+    Attributes:
+        construction: [vocab_size] q, at temperature 1: ranks tokens and scores paths.
+        sampling: [vocab_size] q_T, before leads are removed: draws and verifies the probe. None for a greedy request.
+        kept_logits: [vocab_size] float64 logits, -inf outside the support; only for laws made by ``from_logits``, whose
+            tail is then softmaxed from its own logits.
+        temperature: the request's temperature that goes with ``kept_logits``.
+
+    Both laws are float64, or exact when given as Fractions (see ``reference.numbers``).
+
+    Raises:
+        ValueError: NaN, negative, not summing to one, different lengths, or q_T > 0 where q = 0.
+    """
+
+    construction: Vector
+    sampling: Vector | None
+    kept_logits: NDArray[np.float64] | None = field(default=None, repr=False)
+    temperature: float = 1.0
+
+    def __init__(self, construction: Sequence[Number] | Vector, sampling: Sequence[Number] | Vector | None) -> None:
+        q = check_law(construction, "construction")
+        q_t = None if sampling is None else check_law(sampling, "sampling")
+        if q_t is not None:
+            if q_t.size != q.size:
+                raise ValueError(f"sampling has {q_t.size} entries and construction has {q.size}; they must agree")
+            if is_exact(q_t) != is_exact(q):
+                raise ValueError("construction and sampling must both be exact (Fractions) or both be floats")
+            stray = np.flatnonzero((q_t > 0) & (q == 0))
+            if stray.size:
+                token = int(stray[0])
+                raise ValueError(f"sampling[{token}] is {q_t[token]} where construction[{token}] is 0")
+        object.__setattr__(self, "construction", q)
+        object.__setattr__(self, "sampling", q_t)
+        object.__setattr__(self, "kept_logits", None)
+        object.__setattr__(self, "temperature", 1.0)
+
+    @classmethod
+    def from_logits(cls, logits: ArrayLike, temperature: float = 1.0, draft_support: int = 128) -> DraftLaw:
+        """The law of draft logits: the only place where logits become a law (docs/algorithm.md, "Slots of one node").
+
+        Args:
+            logits: [vocab_size] floats in target ids; -inf marks tokens that the draft cannot say.
+            temperature: the request's; below ``GREEDY_TEMPERATURE`` the law has no sampling part.
+            draft_support: how many of the largest logits are kept; ties at the cut go to the lower token id.
+
+        Raises:
+            ValueError: wrong shape, NaN, +inf, every logit -inf, a negative or NaN temperature, or no support.
+        """
+        values = np.asarray(logits, dtype=np.float64)
+        if values.ndim != 1 or values.size == 0:
+            raise ValueError(f"logits must be a non-empty vector, got shape {values.shape}")
+        bad = np.flatnonzero(np.isnan(values) | np.isposinf(values))
+        if bad.size:
+            raise ValueError(f"logits[{int(bad[0])}] is {values[bad[0]]}; draft logits are finite or -inf")
+        if np.isneginf(values).all():
+            raise ValueError("logits are all -inf: no token is left")
+        if not temperature >= 0:
+            raise ValueError(f"temperature must be >= 0, got {temperature}")
+        _check_count("draft_support", draft_support, 1)
+
+        kept = np.full(values.size, -np.inf)
+        support = np.argsort(-values, kind="stable")[:draft_support]
+        kept[support] = values[support]
+        construction = softmax(kept)
+        kept[construction == 0] = -np.inf  # a token that underflows has no rank, and no sampling mass either
+        law = cls(construction, None if is_greedy(temperature) else softmax(kept / temperature))
+        object.__setattr__(law, "kept_logits", kept)
+        object.__setattr__(law, "temperature", float(temperature))
+        return law
+
+    @property
+    def vocab_size(self) -> int:
+        """Length of both laws."""
+        return int(self.construction.size)
+
+    def ranked_tokens(self) -> NDArray[np.int64]:
+        """x_1, x_2, ...: the tokens with q > 0, largest first, ties by lower token id."""
+        key = self.construction if self.kept_logits is None else self.kept_logits
+        order = np.argsort(-key, kind="stable")
+        return order[self.construction[order] > 0]
+
+
+def softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Softmax of a float64 vector with at least one finite entry; -inf gets 0."""
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+def _check_uniforms(name: str, values: ArrayLike, ndim: int) -> NDArray[np.float64]:
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != ndim:
+        raise ValueError(f"{name} must have {ndim} dimension(s), got shape {array.shape}")
+    outside = np.argwhere(~((array >= 0) & (array < 1)))
+    if outside.size:
+        where = tuple(int(i) for i in outside[0])
+        raise ValueError(f"{name}{list(where)} is {array[where]}; uniforms lie in [0, 1)")
+    return array
+
+
+@dataclass(frozen=True, eq=False)
+class GrowthNoise:
+    """Uniforms of the growth of one tree.
+
+    Attributes:
+        probe_uniforms: [depth, beam] in [0, 1); entry [l-1, r] draws the probe of the r-th node of the beam that offers
+            level l, the root being [0, 0]. Entries nobody needs are ignored.
+    """
+
+    probe_uniforms: NDArray[np.float64]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "probe_uniforms", _check_uniforms("probe_uniforms", self.probe_uniforms, 2))
+
+
+@dataclass(frozen=True, eq=False)
+class VerifyNoise:
+    """Uniforms of one verification walk, by the tree row where the walk stands (leaves included).
+
+    Attributes:
+        accept_uniforms: [tree_size + 1] in [0, 1), the probe's acceptance.
+        residual_uniforms: [tree_size + 1] in [0, 1), the draw of the recovered or bonus token.
+        lead_uniforms: [tree_size + 1] in [0, 1), the draw over the leads; used by "rrsw" only.
+    """
+
+    accept_uniforms: NDArray[np.float64]
+    residual_uniforms: NDArray[np.float64]
+    lead_uniforms: NDArray[np.float64]
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            object.__setattr__(self, item.name, _check_uniforms(item.name, getattr(self, item.name), 1))
+        sizes = {item.name: getattr(self, item.name).size for item in fields(self)}
+        if len(set(sizes.values())) != 1:
+            raise ValueError(f"the three arrays must have one length, got {sizes}")
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """What a verification walk emitted.
+
+    Attributes:
+        token_ids: the emitted tokens: the accepted ones, then the bonus (or recovered) token.
+        accepted_nodes: the tree rows walked through, root excluded; one per accepted token.
+    """
+
+    token_ids: tuple[int, ...]
+    accepted_nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Margin:
+    """How far a float decision was from going the other way.
+
+    Attributes:
+        kind: "order" (neighbours in a ranking of path scores: |difference of logs|), "draw" (|cumulative - u * total|)
+            or "accept" (|u q~ - p|).
+        value: the distance; exactly 0 is a tie, which the rules decide.
+        where: level and rank in growth, tree row in verification.
+    """
+
+    kind: Literal["order", "draw", "accept"]
+    value: float
+    where: str
