@@ -26,7 +26,6 @@ class OfferedNode:
         slot: place among the parent's slots.
         is_probe: whether it is its parent's sampled token.
         score: path score.
-        probe_law: the law of its own probe, once it has been expanded.
     """
 
     path: tuple[int, ...]

@@ -40,7 +40,7 @@ def verify(
     """
     if rule not in get_args(Verification):
         raise ValueError(f"rule must be one of {get_args(Verification)}, got {rule!r}")
-    laws = _check_target(tree, target_probs)
+    laws = check_target(tree, target_probs)
     if noise.accept_uniforms.size < len(tree):
         raise ValueError(f"noise has {noise.accept_uniforms.size} rows, the tree has {len(tree)}")
 
@@ -117,7 +117,8 @@ def without_tokens(target_law: Vector, token_ids: Sequence[int]) -> Vector:
     return rest / total if total > 0 else target_law
 
 
-def _check_target(tree: DraftTree, target_probs: Sequence[Sequence[Number]] | np.ndarray) -> list[Vector]:
+def check_target(tree: DraftTree, target_probs: Sequence[Sequence[Number] | Vector] | np.ndarray) -> list[Vector]:
+    """One checked law per row of the tree; raises what ``verify`` says it raises about ``target_probs``."""
     if len(target_probs) != len(tree):
         raise ValueError(f"target_probs has {len(target_probs)} rows, the tree has {len(tree)}")
     laws = [check_law(law, f"target_probs row {row}: the law") for row, law in enumerate(target_probs)]

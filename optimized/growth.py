@@ -1,0 +1,159 @@
+"""Growth of a batch of draft trees, one batched draft forward per level; ``reference.growth`` on tensors.
+
+Offered nodes are laid out in the order (level, parent's rank, slot), so a *stable* descending sort of the path scores
+is the total order of the specification. Shapes depend on the configuration alone and nothing is read back from the
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from optimized.slots import LevelSlots, level_slots
+from optimized.trees import LevelNodes, TreeBatch
+from reference.api import RheoConfig
+
+Expand = Callable[[LevelNodes], Tensor]
+
+
+def grow_trees(
+    config: RheoConfig,
+    root_logits: Tensor,
+    expand: Expand,
+    temperatures: Tensor,
+    probe_uniforms: Tensor,
+    vocab_map: Tensor | None = None,
+) -> TreeBatch:
+    """Grow one draft tree per request.
+
+    Args:
+        config: the trees' shape, shared by the batch.
+        root_logits: [batch, draft vocab] the draft's logits after the last committed token.
+        expand: called for depth 1 .. ``config.depth - 1`` with the nodes to expand; returns their logits
+            [batch, beam, draft vocab].
+        temperatures: [batch] one per request.
+        probe_uniforms: [batch, depth, beam] in [0, 1).
+        vocab_map: [draft vocab] long, increasing, the target id of each draft id; None when they are the same.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+    """
+    _check_shapes(config, root_logits, temperatures, probe_uniforms, vocab_map)
+    beam, branching = config.beam_width, config.branching
+    uniforms = probe_uniforms.double()
+
+    levels = [level_slots(config, root_logits.unsqueeze(1), temperatures, uniforms[:, 0, :1], vocab_map)]
+    scores = [levels[0].log_weights]
+    expanded_offers: list[Tensor] = []  # per level: which offered node (index within its level) each beam rank holds
+    for depth in range(1, config.depth):
+        ranking = scores[-1].flatten(1).sort(dim=1, descending=True, stable=True)
+        width = min(beam, ranking.indices.shape[1])
+        best, best_scores = ranking.indices[:, :width], ranking.values[:, :width]
+        valid = best_scores > -torch.inf
+        nodes = LevelNodes(
+            token_ids=torch.where(valid, levels[-1].token_ids.flatten(1).gather(1, best), 0),
+            parents=torch.where(valid, best // branching, 0),
+            valid=valid,
+            depth=depth,
+        )
+        logits = expand(nodes)
+        if logits.shape != (*best.shape, root_logits.shape[-1]):
+            expected = [*best.shape, root_logits.shape[-1]]
+            raise ValueError(f"expand returned logits of shape {list(logits.shape)} at depth {depth}, not {expected}")
+        slots = level_slots(config, logits, temperatures, uniforms[:, depth, :width], vocab_map)
+        levels.append(slots)
+        scores.append(best_scores.unsqueeze(2) + slots.log_weights)
+        expanded_offers.append(best)
+    return _prune(config, levels, scores, expanded_offers)
+
+
+def _prune(
+    config: RheoConfig, levels: list[LevelSlots], scores: list[Tensor], expanded_offers: list[Tensor]
+) -> TreeBatch:
+    """Keep the best ``tree_size`` of all offered nodes and number them level-major."""
+    batch, device = scores[0].shape[0], scores[0].device
+    rows = config.tree_size + 1
+    offered = torch.cat([score.flatten(1) for score in scores], dim=1)
+    count = offered.shape[1]
+    ranking = offered.sort(dim=1, descending=True, stable=True)
+    kept = ranking.indices[:, : config.tree_size]
+    kept = torch.where(ranking.values[:, : config.tree_size] > -torch.inf, kept, count).sort(dim=1).values
+    if kept.shape[1] < config.tree_size:
+        kept = torch.nn.functional.pad(kept, (0, config.tree_size - kept.shape[1]), value=count)
+    exists = kept < count
+    index = kept.clamp(max=count - 1)
+
+    def pick(values: Tensor, padding: int | float | bool) -> Tensor:
+        picked = values.gather(1, index)
+        return torch.where(exists, picked, torch.tensor(padding, dtype=values.dtype, device=device))
+
+    # An expanded node is known by its place among all expanded nodes; an offered one by its place among all offered.
+    widths = [slots.token_ids.shape[1] for slots in levels]
+    first_expanded = [sum(widths[:level]) for level in range(len(levels))]
+    first_offered = [width * config.branching for width in first_expanded]
+    places = torch.arange(count, device=device)
+    parent_expanded = places // config.branching
+    level_of = torch.cat(
+        [torch.full((w * config.branching,), level + 1, device=device) for level, w in enumerate(widths)]
+    )
+    offer_of_expanded = torch.cat(
+        [torch.full((batch, 1), count, device=device)]
+        + [best + first for best, first in zip(expanded_offers, first_offered, strict=False)],
+        dim=1,
+    )
+
+    row_of = torch.zeros(batch, count + 1, dtype=torch.long, device=device)  # the root's, and 0 for whatever is pruned
+    row_of.scatter_(1, kept, torch.arange(1, rows, device=device).expand(batch, -1))
+    row_of[:, count] = 0
+    parent_expanded = pick(parent_expanded.expand(batch, -1), 0)
+    parents = torch.where(exists, row_of.gather(1, offer_of_expanded.gather(1, parent_expanded)), -1)
+
+    is_probe = pick(torch.cat([slots.is_probe.flatten(1) for slots in levels], dim=1), False)
+    law_index = torch.full((batch, rows + 1), -1, device=device)
+    law_index.scatter_(1, torch.where(is_probe, parents, rows), parent_expanded)
+
+    def with_root(values: Tensor, root: int | float | bool) -> Tensor:
+        return torch.nn.functional.pad(values, (1, 0), value=root)
+
+    support = max(slots.law.shape[-1] for slots in levels)
+    return TreeBatch(
+        token_ids=with_root(pick(torch.cat([slots.token_ids.flatten(1) for slots in levels], dim=1), 0), -1),
+        parents=with_root(parents, -1),
+        depths=with_root(pick(level_of.expand(batch, -1), 0), 0),
+        slots=with_root(pick((places % config.branching).expand(batch, -1), 0), 0),
+        is_probe=with_root(is_probe, False),
+        log_scores=with_root(pick(offered, -torch.inf), 0.0),
+        num_nodes=exists.sum(dim=1) + 1,
+        probe_law_ids=torch.cat([slots.law_ids for slots in levels], dim=1).view(batch, -1, support),
+        probe_laws=torch.cat([slots.law for slots in levels], dim=1).view(batch, -1, support),
+        law_index=law_index[:, :rows],
+        draft_failed=_any_failed(levels, scores, expanded_offers),
+        depth=config.depth,
+    )
+
+
+def _any_failed(levels: list[LevelSlots], scores: list[Tensor], expanded_offers: list[Tensor]) -> Tensor:
+    """[batch] whether the draft failed at a node that was really expanded."""
+    failed = levels[0].failed.any(dim=1)
+    for slots, score, best in zip(levels[1:], scores, expanded_offers, strict=False):
+        failed = failed | (slots.failed & (score.flatten(1).gather(1, best) > -torch.inf)).any(dim=1)
+    return failed
+
+
+def _check_shapes(
+    config: RheoConfig, root_logits: Tensor, temperatures: Tensor, probe_uniforms: Tensor, vocab_map: Tensor | None
+) -> None:
+    if root_logits.ndim != 2:
+        raise ValueError(f"root_logits must be [batch, draft vocab], got shape {list(root_logits.shape)}")
+    batch, vocab = root_logits.shape
+    if temperatures.shape != (batch,):
+        raise ValueError(f"temperatures must have shape [{batch}], got {list(temperatures.shape)}")
+    depth, beam = config.depth, config.beam_width
+    shape = probe_uniforms.shape
+    if len(shape) != 3 or shape[0] != batch or shape[1] < depth or shape[2] < beam:
+        raise ValueError(f"probe_uniforms must be at least [{batch}, {depth}, {beam}], got {list(shape)}")
+    if vocab_map is not None and vocab_map.shape != (vocab,):
+        raise ValueError(f"vocab_map must have shape [{vocab}], got {list(vocab_map.shape)}")

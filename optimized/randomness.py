@@ -1,0 +1,87 @@
+"""Philox4x32-10 on tensors: the bits of ``reference.philox`` for a batch of requests at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from reference.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, Purpose, check_seed
+
+WORD = 0xFFFFFFFF
+
+
+def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Ten rounds of Philox4x32 on broadcastable int64 tensors that hold 32-bit words; returns four such tensors."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        # The product wraps modulo 2**64; its high word survives the arithmetic shift once masked.
+        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((product1 >> 32) & WORD) ^ c1 ^ k0,
+            product1 & WORD,
+            ((product0 >> 32) & WORD) ^ c3 ^ k1,
+            product0 & WORD,
+        )
+        k0, k1 = (k0 + KEY_STEPS[0]) & WORD, (k1 + KEY_STEPS[1]) & WORD
+    return c0, c1, c2, c3
+
+
+@dataclass(frozen=True, eq=False)
+class StepNoise:
+    """Uniforms of one step of a batch; the fields are those of ``GrowthNoise`` and ``VerifyNoise`` with a batch axis.
+
+    Attributes:
+        probe_uniforms: [batch, depth, beam] float64.
+        accept_uniforms, residual_uniforms, lead_uniforms: [batch, rows] float64.
+    """
+
+    probe_uniforms: Tensor
+    accept_uniforms: Tensor
+    residual_uniforms: Tensor
+    lead_uniforms: Tensor
+
+
+class StepRandomness:
+    """The random numbers of a batch of requests, a pure function of each one's seed and own step count.
+
+    Args:
+        seeds: one per request, in [0, 2**64).
+        depth: levels drafted.
+        beam: nodes expanded per level.
+        rows: tree rows, root included.
+        device: where the numbers are used.
+    """
+
+    def __init__(
+        self, seeds: Sequence[int], depth: int, beam: int, rows: int, device: torch.device | str = "cpu"
+    ) -> None:
+        self.depth, self.beam, self.rows = depth, beam, rows
+        self._keys = torch.tensor([check_seed(seed) for seed in seeds], dtype=torch.long, device=device).view(-1, 2)
+        sizes = {Purpose.PROBE: depth * beam, Purpose.ACCEPT: rows, Purpose.RESIDUAL: rows, Purpose.LEAD: rows}
+        self._sizes = list(sizes.values())
+        self._nodes = torch.cat([torch.arange(size, device=device) for size in sizes.values()])
+        self._purposes = torch.cat(
+            [torch.full((size,), int(purpose), device=device) for purpose, size in sizes.items()]
+        )
+
+    def select(self, keep: Tensor) -> None:
+        """Keep only these requests of the batch."""
+        self._keys = self._keys[keep]
+
+    def at(self, steps: Tensor) -> StepNoise:
+        """The uniforms of each request's own step.
+
+        Args:
+            steps: [batch] long, how many steps each request has made.
+        """
+        counter = (self._nodes, steps.unsqueeze(1), self._purposes, torch.zeros_like(self._nodes))
+        word0, word1, _, _ = philox4x32(counter, (self._keys[:, :1], self._keys[:, 1:]))
+        coarse = (word0 >> 8).double() * 2.0**-24
+        fine = ((word0 << 21) | (word1 >> 11)).double() * 2.0**-53
+        probe, accept, _, _ = coarse.split(self._sizes, dim=1)
+        _, _, residual, lead = fine.split(self._sizes, dim=1)
+        return StepNoise(probe.reshape(-1, self.depth, self.beam), accept, residual, lead)

@@ -1,0 +1,124 @@
+"""Slots of a whole level at once: draft logits to leads, probe and fills, for every node of every request's beam."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from reference.api import GREEDY_TEMPERATURE, RheoConfig
+
+
+@dataclass(frozen=True, eq=False)
+class LevelSlots:
+    """The slots that the expanded nodes of a level offer.
+
+    Attributes:
+        token_ids: [batch, beam, branching] long target ids, in schedule order.
+        log_weights: [batch, beam, branching] float64; -inf where there is no such slot.
+        is_probe: [batch, beam, branching] bool.
+        law_ids: [batch, beam, support] long target ids in rank order.
+        law: [batch, beam, support] float64, q~; all 0 where there is no probe.
+        failed: [batch, beam] bool, logits that are NaN, +inf or all -inf.
+    """
+
+    token_ids: Tensor
+    log_weights: Tensor
+    is_probe: Tensor
+    law_ids: Tensor
+    law: Tensor
+    failed: Tensor
+
+
+def rank_logits(logits: Tensor, support: int) -> tuple[Tensor, Tensor]:
+    """The largest logits of each row, best first, ties by lower id; ``torch.topk`` alone promises no order among ties.
+
+    Args:
+        logits: [..., vocab] float16, bfloat16 or float32, no NaN.
+        support: how many to keep.
+
+    Returns:
+        Values [..., support] float64 and ids [..., support] long.
+    """
+    logits = logits.float()
+    support = min(support, logits.shape[-1])
+    best = logits.topk(support, dim=-1)
+    cut = best.values[..., -1:]
+    tied = logits == cut
+    crowded = tied.sum(dim=-1) > (best.values == cut).sum(dim=-1)
+    ids = best.indices
+    if logits.device.type != "cpu" or crowded.any():
+        # More tokens tie at the cut than there is room: refill the places at the cut with the lowest tied ids.
+        places = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.float32)  # exact below 2**24
+        lowest = torch.where(tied, -places, -torch.inf).topk(support, dim=-1).indices
+        above = (best.values > cut).sum(dim=-1, keepdim=True)
+        order = torch.arange(support, device=logits.device).expand_as(ids)
+        ids = torch.where(order < above, ids, lowest.gather(-1, (order - above).clamp(min=0)))
+    ids = ids.sort(dim=-1).values
+    ranking = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    return ranking.values.double(), ids.gather(-1, ranking.indices)
+
+
+def level_slots(
+    config: RheoConfig, logits: Tensor, temperatures: Tensor, uniforms: Tensor, vocab_map: Tensor | None = None
+) -> LevelSlots:
+    """Slots of every node of a level (docs/algorithm.md, "Slots of one node").
+
+    Args:
+        config: the tree's shape.
+        logits: [batch, beam, draft vocab] the draft's logits at the expanded nodes; float64 is rounded to float32.
+        temperatures: [batch] the requests' temperatures; below ``GREEDY_TEMPERATURE`` there is no probe.
+        uniforms: [batch, beam] in [0, 1), one per node.
+        vocab_map: [draft vocab] long, increasing, the target id of each draft id; None when they are the same.
+    """
+    m, branching = config.lead_tokens, config.branching
+    top = logits.amax(dim=-1)
+    failed = ~torch.isfinite(top)
+    kept, ids = rank_logits(torch.where(failed.unsqueeze(-1), 0.0, logits), config.draft_support)
+    if vocab_map is not None:
+        ids = vocab_map[ids]
+    support = kept.shape[-1]
+    place = torch.arange(support, device=logits.device)
+
+    q = torch.softmax(kept, dim=-1)
+    ranked = q > 0
+    num_ranked = ranked.sum(dim=-1, keepdim=True)
+    num_slots = num_ranked.clamp(max=branching)
+
+    schedule = torch.arange(branching, device=logits.device)
+    index = schedule.expand(*top.shape, branching)
+    log_weights: Tensor
+    if config.proposal == "rheo" and m < branching and m < support:
+        greedy = (temperatures < GREEDY_TEMPERATURE).view(-1, 1, 1)
+        has_probe = ~greedy & (num_ranked > m)
+        tail = ranked & (place >= m)
+        tempered = kept / torch.where(greedy, 1.0, temperatures.double().view(-1, 1, 1))
+        law = torch.softmax(tempered.masked_fill(~tail | ~has_probe, -torch.inf), dim=-1).nan_to_num(0.0)
+
+        cumulative = law.cumsum(dim=-1)
+        beyond = cumulative > uniforms.unsqueeze(-1) * cumulative[..., -1:]
+        last = torch.where(law > 0, place, 0).amax(dim=-1, keepdim=True)
+        probe = torch.where(beyond, place, last).amin(dim=-1, keepdim=True)
+
+        ceiling = q[..., max(m, 1) - 1 : max(m, 1)]
+        proxy = torch.maximum(q[..., m : m + 1], torch.minimum(ceiling, (q * tail).sum(dim=-1, keepdim=True)))
+        # Behind the probe the k-th slot holds the (k-1)-th ranked token, or the k-th once the probe's own is passed.
+        fills = torch.where(schedule - 1 < probe, schedule - 1, schedule)
+        with_probe = torch.where(schedule < m, schedule, torch.where(schedule == m, probe, fills))
+        index = torch.where(has_probe, with_probe, schedule)
+        is_probe = has_probe & (schedule == m)
+        weights = torch.where(is_probe, proxy, q.gather(-1, index.clamp(max=support - 1)))
+    else:
+        law = torch.zeros_like(q)
+        is_probe = torch.zeros(*top.shape, branching, dtype=torch.bool, device=logits.device)
+        weights = q.gather(-1, index.clamp(max=support - 1))
+    log_weights = torch.where((schedule < num_slots) & ~failed.unsqueeze(-1), weights.log(), -torch.inf)
+    return LevelSlots(
+        token_ids=ids.gather(-1, index.clamp(max=support - 1)),
+        log_weights=log_weights,
+        is_probe=is_probe & ~failed.unsqueeze(-1),
+        law_ids=ids,
+        law=law,
+        failed=failed,
+    )

@@ -1,0 +1,192 @@
+"""The verification walk of a batch; ``reference.verification`` on tensors.
+
+All requests walk together, one level per iteration, and only the rows where somebody stands are ever normalised: a row
+the walk does not reach costs nothing. On an accelerator the number of iterations is fixed and nothing is read back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from optimized.trees import TreeBatch
+from reference.api import Verification
+
+TargetLaw = Callable[[Tensor], Tensor]  # rows [batch] long -> the law at each request's row, [batch, vocab] float64
+
+
+class WalkNoise(Protocol):
+    """What the walk needs of the noise: uniforms [batch, rows], by the row where the walk stands."""
+
+    @property
+    def accept_uniforms(self) -> Tensor: ...
+    @property
+    def residual_uniforms(self) -> Tensor: ...
+    @property
+    def lead_uniforms(self) -> Tensor: ...
+
+
+@dataclass(frozen=True, eq=False)
+class VerifyBatch:
+    """What the walks emitted.
+
+    Attributes:
+        token_ids: [batch, depth + 1] long, accepted tokens and then the bonus token; -1 behind it.
+        rows: [batch, depth + 1] long, the tree rows walked through, the root first; -1 behind the last.
+        counts: [batch] long, emitted tokens; also the number of ``rows`` in use.
+        probes_offered: [batch, depth + 1] bool, whether the probe stood in the tree at the i-th row of the walk.
+        probes_accepted: [batch, depth + 1] bool, whether the walk went on through that probe.
+    """
+
+    token_ids: Tensor
+    rows: Tensor
+    counts: Tensor
+    probes_offered: Tensor
+    probes_accepted: Tensor
+
+
+def verify_trees(
+    trees: TreeBatch, target_probs: Tensor | TargetLaw, noise: WalkNoise, rule: Verification = "rheo"
+) -> VerifyBatch:
+    """Walk every tree (docs/algorithm.md, "Verification").
+
+    Args:
+        trees: the draft trees.
+        target_probs: [batch, rows, vocab] the target's laws, rows summing to one; or a function that gives the law at
+            one row of every request, [batch] long -> [batch, vocab] float64, called once per level of the walk.
+        noise: uniforms [batch, rows] each.
+        rule: "rheo" or "rrsw".
+
+    Raises:
+        ValueError: shapes that do not fit together, or an unknown rule.
+    """
+    if rule not in get_args(Verification):
+        raise ValueError(f"rule must be one of {get_args(Verification)}, got {rule!r}")
+    for name in ("accept_uniforms", "residual_uniforms", "lead_uniforms"):
+        shape = getattr(noise, name).shape
+        if len(shape) != 2 or shape[0] != trees.batch_size or shape[1] < trees.rows:
+            raise ValueError(f"{name} must be at least [{trees.batch_size}, {trees.rows}], got {list(shape)}")
+    law_at = _rows_of(trees, target_probs) if isinstance(target_probs, Tensor) else target_probs
+
+    device = trees.token_ids.device
+    row = torch.zeros(trees.batch_size, dtype=torch.long, device=device)
+    walking = torch.ones(trees.batch_size, dtype=torch.bool, device=device)
+    width = trees.depth + 1
+    tokens, rows, offered, accepted = [], [], [], []
+    for _ in range(width):
+        if device.type == "cpu" and not walking.any():
+            break
+        step = _step(trees, row, law_at(row), noise, rule)
+        tokens.append(torch.where(walking, step.token, -1))
+        rows.append(torch.where(walking, row, -1))
+        offered.append(walking & step.probe_offered)
+        accepted.append(walking & step.probe_accepted)
+        row = torch.where(walking & (step.child > 0), step.child, row)
+        walking = walking & (step.child > 0)
+
+    def columns(values: list[Tensor], padding: int | bool) -> Tensor:
+        return torch.nn.functional.pad(torch.stack(values, dim=1), (0, width - len(values)), value=padding)
+
+    walked = columns(rows, -1)
+    return VerifyBatch(
+        token_ids=columns(tokens, -1),
+        rows=walked,
+        counts=(walked >= 0).sum(dim=1),
+        probes_offered=columns(offered, False),
+        probes_accepted=columns(accepted, False),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """One node of every walk, [batch] each: the emitted token, the child it leads to (0: none), the probe's fate."""
+
+    token: Tensor
+    child: Tensor
+    probe_offered: Tensor
+    probe_accepted: Tensor
+
+
+def _step(trees: TreeBatch, row: Tensor, law: Tensor, noise: WalkNoise, rule: Verification) -> _Step:
+    here = row.unsqueeze(1)
+    places = torch.arange(trees.rows, device=row.device)
+    is_child = trees.parents == here
+    is_probe = is_child & trees.is_probe
+    has_probe = is_probe.any(dim=1)
+    probe = torch.where(is_probe, places, 0).amax(dim=1)
+    probe_token = trees.token_ids.gather(1, probe.unsqueeze(1)).clamp(min=0)
+
+    law_index = trees.law_index.gather(1, here).clamp(min=0)
+    gather_law = law_index.unsqueeze(2).expand(-1, -1, trees.probe_laws.shape[2])
+    probe_ids = trees.probe_law_ids.gather(1, gather_law).squeeze(1)
+    probe_law = trees.probe_laws.gather(1, gather_law).squeeze(1) * has_probe.unsqueeze(1)
+
+    goes_to_lead = torch.zeros_like(has_probe)
+    lead_token = lead = torch.zeros_like(row)
+    if rule == "rrsw":
+        is_lead = is_child & has_probe.unsqueeze(1) & (places < probe.unsqueeze(1))
+        lead_token = inverse_cdf(law, noise.lead_uniforms.gather(1, here))
+        lead = _child_with(trees, is_lead, lead_token)
+        goes_to_lead = lead > 0
+        law = torch.where(is_lead.any(dim=1, keepdim=True), _without(law, trees.token_ids, is_lead), law)
+
+    accept_uniform = noise.accept_uniforms.gather(1, here).squeeze(1)
+    q_probe = torch.where(probe_ids == probe_token, probe_law, 0.0).sum(dim=1)
+    p_probe = law.gather(1, probe_token).squeeze(1)
+    accepts = has_probe & ~goes_to_lead & (accept_uniform * q_probe < p_probe)
+
+    rest = law.scatter(1, probe_ids, (law.gather(1, probe_ids) - probe_law).clamp(min=0))
+    rest = torch.where(rest.sum(dim=1, keepdim=True) > 0, rest, law)
+    token = inverse_cdf(rest, noise.residual_uniforms.gather(1, here))
+    child = _child_with(trees, is_child & ~is_probe, token)
+
+    child = torch.where(accepts, probe, child)
+    token = torch.where(accepts, probe_token.squeeze(1), token)
+    return _Step(
+        token=torch.where(goes_to_lead, lead_token, token),
+        child=torch.where(goes_to_lead, lead, child),
+        probe_offered=has_probe,
+        probe_accepted=accepts,
+    )
+
+
+def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw by inverse CDF in ascending token id: the first index whose cumulative weight exceeds ``uniform * total``.
+
+    Args:
+        weights: [batch, vocab] float64, not negative, each row with some mass.
+        uniforms: [batch, 1] in [0, 1).
+
+    Returns:
+        [batch] long; where rounding leaves no such index, the last one with positive weight.
+    """
+    cumulative = weights.cumsum(dim=1)
+    index = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+    last = weights.shape[1] - 1 - (weights > 0).flip(1).int().argmax(dim=1, keepdim=True)
+    return torch.minimum(index, last).squeeze(1)
+
+
+def _child_with(trees: TreeBatch, among: Tensor, token: Tensor) -> Tensor:
+    """[batch] the row among the marked ones that holds the token; 0 where there is none."""
+    places = torch.arange(trees.rows, device=token.device)
+    return torch.where(among & (trees.token_ids == token.unsqueeze(1)), places, 0).amax(dim=1)
+
+
+def _without(law: Tensor, token_ids: Tensor, gone: Tensor) -> Tensor:
+    """The law without the marked rows' tokens, normalised; the law itself where nothing would be left."""
+    keep = torch.ones_like(law).scatter_reduce(1, token_ids.clamp(min=0), (~gone).to(law.dtype), "prod")
+    rest = law * keep
+    total = rest.sum(dim=1, keepdim=True)
+    return torch.where(total > 0, rest / total, law)
+
+
+def _rows_of(trees: TreeBatch, target_probs: Tensor) -> TargetLaw:
+    if target_probs.ndim != 3 or target_probs.shape[:2] != (trees.batch_size, trees.rows):
+        shape = list(target_probs.shape)
+        raise ValueError(f"target_probs must be [{trees.batch_size}, {trees.rows}, vocab], got {shape}")
+    probabilities = target_probs.double()
+    return lambda rows: probabilities.take_along_dim(rows.view(-1, 1, 1), dim=1).squeeze(1)

@@ -1,0 +1,274 @@
+"""The batched Torch path against the reference, same noise: equal trees and equal tokens.
+
+A float decision may fall differently only where the reference reports a positive margin below ``MARGIN``; such cases
+are counted. Exact ties are decided by the rules and never excused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from optimized.growth import grow_trees
+from optimized.randomness import StepNoise, StepRandomness
+from optimized.trees import TreeBatch
+from optimized.verification import verify_trees
+from proofs_tests.toy import ToyDrafter, random_logits
+from reference import DraftTree, GrowthNoise, Margin, RheoConfig, VerifyNoise, grow_tree, verify
+
+# Both sides are float64; they differ by the order of sums and by the last bit of exp and log, some 1e-15 relative.
+MARGIN = 1e-12
+FAMILIES = ("normal", "bfloat16", "tied", "masked", "peaked")
+TEMPERATURES = (0.0, 1e-6, 0.05, 0.3, 1.0, 1.7)
+BATCH = 8
+
+
+@dataclass
+class Case:
+    """A batch of requests that share one configuration."""
+
+    config: RheoConfig
+    drafter: ToyDrafter
+    temperatures: NDArray[np.float64]
+    noise: StepNoise
+
+    def grow(self) -> TreeBatch:
+        vocab_map = self.drafter.vocab_map
+        return grow_trees(
+            self.config,
+            self.drafter.root_logits(),
+            self.drafter.expand,
+            torch.from_numpy(self.temperatures),
+            self.noise.probe_uniforms,
+            None if vocab_map is None else torch.from_numpy(vocab_map),
+        )
+
+    def reference_tree(self, b: int, margins: list[Margin]) -> DraftTree:
+        draft = self.drafter.law(b, self.temperatures[b], self.config.draft_support)
+        return grow_tree(self.config, draft, GrowthNoise(self.noise.probe_uniforms[b].numpy()), margins)
+
+    def reference_noise(self, b: int) -> VerifyNoise:
+        return VerifyNoise(
+            self.noise.accept_uniforms[b].numpy(),
+            self.noise.residual_uniforms[b].numpy(),
+            self.noise.lead_uniforms[b].numpy(),
+        )
+
+
+def random_case(seed: int) -> Case:
+    """A batch of random shape: m = 0..K+1, beams below and above K, tiny and cut supports, small draft vocabularies."""
+    rng = np.random.default_rng(seed)
+    target_vocab = int(rng.choice([1, 2, 5, 9, 33, 130]))
+    vocab_map = None
+    draft_vocab = target_vocab
+    if rng.random() < 0.3:
+        draft_vocab = int(rng.integers(1, target_vocab + 1))
+        vocab_map = np.sort(rng.permutation(target_vocab)[:draft_vocab]).astype(np.int64)
+    branching = int(rng.integers(1, 6))
+    config = RheoConfig(
+        lead_tokens=int(rng.integers(0, branching + 2)),
+        branching=branching,
+        depth=int(rng.integers(1, 5)),
+        tree_size=int(rng.integers(1, 25)),
+        beam=[None, 1, 2, branching + 2][rng.integers(0, 4)],
+        draft_support=int(rng.choice([1, 3, 7, 128])),
+        proposal="rheo" if rng.random() < 0.85 else "topk",
+        verification="rheo" if rng.random() < 0.5 else "rrsw",
+    )
+    logits = [random_logits(seed * BATCH + b, draft_vocab, FAMILIES[rng.integers(len(FAMILIES))]) for b in range(BATCH)]
+    randomness = StepRandomness(
+        rng.integers(0, 2**63, size=BATCH).tolist(), config.depth, config.beam_width, config.tree_size + 1
+    )
+    return Case(
+        config,
+        ToyDrafter(logits, target_vocab, vocab_map),
+        rng.choice(TEMPERATURES, size=BATCH),
+        randomness.at(torch.from_numpy(rng.integers(0, 2**31, size=BATCH))),
+    )
+
+
+def random_target(rng: np.random.Generator, tree: DraftTree, rows: int, vocab: int) -> NDArray[np.float64]:
+    """[rows, vocab] target laws: dense, sparse, one-hot (often on a child), and equal to the probe's own law."""
+    laws = rng.dirichlet(np.full(vocab, 0.5), size=rows)
+    for row in range(len(tree)):
+        kind = rng.integers(0, 4)
+        if kind == 1:
+            laws[row, rng.random(vocab) < 0.5] = 0
+            laws[row, rng.integers(vocab)] += 0.1
+        elif kind == 2:
+            children = [tree.token_ids[child] for child in tree.children(row)]
+            laws[row] = 0
+            laws[row, rng.choice(children) if children else rng.integers(vocab)] = 1
+        elif kind == 3 and row in tree.probe_laws:
+            laws[row] = 0
+            laws[row, list(tree.probe_laws[row][0])] = tree.probe_laws[row][1]
+        laws[row] /= laws[row].sum()
+    return laws
+
+
+def excused(margins: list[Margin]) -> bool:
+    """Whether some float decision was close enough to fall either way, without being a tie."""
+    return any(0 < margin.value < MARGIN for margin in margins)
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_grow_and_verify_equal_the_reference(block: int) -> None:
+    """3,200 trees and walks; at most a handful may stand inside the margin, and none was seen to."""
+    inside = 0
+    for seed in range(block * 40, block * 40 + 40):
+        case = random_case(seed)
+        trees = case.grow()
+        assert not trees.draft_failed.any()
+        rng = np.random.default_rng([seed, 1])
+        references, targets = [], []
+        for b in range(BATCH):
+            margins: list[Margin] = []
+            expected = case.reference_tree(b, margins)
+            actual = trees.to_tree(b)
+            if expected.key != actual.key:
+                assert excused(margins), f"case {seed} request {b}: {case.config}\n{expected.key}\n{actual.key}"
+                inside += 1
+                expected = actual
+            np.testing.assert_allclose(np.array(expected.scores, dtype=float), actual.scores, rtol=1e-12)
+            for row, (ids, law) in expected.probe_laws.items():
+                positive = law > 0
+                assert np.array(ids)[positive].tolist() == list(actual.probe_laws[row][0])
+                np.testing.assert_allclose(law[positive], actual.probe_laws[row][1], rtol=1e-12)
+            references.append(expected)
+            targets.append(random_target(rng, expected, trees.rows, case.drafter.target_vocab))
+        walks = verify_trees(trees, torch.from_numpy(np.stack(targets)), case.noise, case.config.verification)
+        for b, (tree, target) in enumerate(zip(references, targets, strict=True)):
+            margins = []
+            expected_walk = verify(
+                tree, target[: len(tree)], case.reference_noise(b), case.config.verification, margins
+            )
+            count = int(walks.counts[b])
+            actual_walk = (tuple(walks.token_ids[b, :count].tolist()), tuple(walks.rows[b, 1:count].tolist()))
+            if actual_walk != (expected_walk.token_ids, expected_walk.accepted_nodes):
+                assert excused(margins), f"case {seed} request {b}: {expected_walk} against {actual_walk}"
+                inside += 1
+            assert (walks.token_ids[b, count:] == -1).all()
+            assert walks.rows[b, 0] == 0
+    assert inside <= 2
+
+
+def tie_cases() -> list[tuple[str, RheoConfig, int]]:
+    shapes = [(3, 3, None), (3, 2, 1), (4, 3, 2), (2, 4, 4)]
+    return [
+        (family, RheoConfig(lead_tokens=m, branching=k, depth=depth, tree_size=size, beam=beam), size)
+        for family in ("uniform", "two values", "one-hot", "pairs")
+        for k, depth, beam in shapes
+        for m in range(k + 1)
+        for size in range(1, 2 * k * depth)
+    ]
+
+
+def golden_logits(family: str, vocab: int, path: tuple[int, ...]) -> NDArray[np.float32]:
+    if family == "uniform":
+        return np.zeros(vocab, dtype=np.float32)
+    if family == "two values":
+        return np.where(np.arange(vocab) % 2 == len(path) % 2, 1.0, 0.0).astype(np.float32)
+    if family == "pairs":
+        return (-(np.arange(vocab) // 2)).astype(np.float32)
+    hot = (3 * len(path) + (path[-1] if path else 1)) % vocab
+    return np.where(np.arange(vocab) == hot, 0.0, -np.inf).astype(np.float32)
+
+
+def test_golden_trees_full_of_ties_are_equal_to_the_last_node() -> None:
+    """Every budget of trees in which nearly every comparison is an exact tie; nothing is excused."""
+    vocab = 5
+    ties = 0
+    for index, (family, config, size) in enumerate(tie_cases()):
+        drafter = ToyDrafter([lambda path, family=family: golden_logits(family, vocab, path)], vocab)
+        noise = StepRandomness([index], config.depth, config.beam_width, size + 1).at(torch.tensor([0]))
+        case = Case(config, drafter, np.array([1.0]), noise)
+        margins: list[Margin] = []
+        expected = case.reference_tree(0, margins)
+        actual = case.grow().to_tree(0)
+        assert actual.key == expected.key, f"{family} {config}"
+        ties += sum(margin.value == 0 for margin in margins)
+    assert ties > 1000
+
+
+def test_golden_tree_by_hand() -> None:
+    """Uniform law over four tokens, K = 3, m = 1: every weight is 1/4, so level, rank and slot alone decide."""
+    config = RheoConfig(lead_tokens=1, branching=3, depth=2, tree_size=5, beam=2)
+    drafter = ToyDrafter([lambda path: np.zeros(4, dtype=np.float32)], 4)
+    uniforms = torch.tensor([[[0.7, 0.0], [0.4, 0.9]]], dtype=torch.float64)
+    trees = grow_trees(config, drafter.root_logits(), drafter.expand, torch.ones(1), uniforms)
+    # Root: lead 0; u = 0.7 over tokens 1, 2, 3 of mass 1/3 each draws 3; the fill is 1.
+    # The beam holds the lead and the probe. Under the lead u = 0.4 draws 2: slots 0, 2, 1, of which two fit.
+    assert trees.to_tree(0).key == (
+        (0, 0, 0, False),
+        (0, 1, 3, True),
+        (0, 2, 1, False),
+        (1, 0, 0, False),
+        (1, 1, 2, True),
+    )
+
+
+def test_ranking_breaks_ties_by_the_lower_id_at_the_cut_and_within() -> None:
+    from optimized.slots import rank_logits
+
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 1.0, -0.0]])
+    assert rank_logits(logits, 4)[1].tolist() == [[1, 3, 2, 4]]
+    assert rank_logits(logits, 6)[1].tolist() == [[1, 3, 2, 4, 5, 0]]
+    assert rank_logits(torch.zeros(1, 500), 128)[1].tolist() == [list(range(128))]
+    coarse = torch.randn(3, 8192, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = np.argsort(-coarse.float().numpy(), axis=1, kind="stable")[:, :128]
+    assert (rank_logits(coarse, 128)[1].numpy() == expected).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, "all -inf"])
+def test_a_failing_draft_is_reported_for_its_own_request_only(bad: float | str) -> None:
+    config = RheoConfig(branching=2, depth=2, tree_size=4)
+    root = torch.zeros(3, 5)
+    root[1] = torch.full((5,), -torch.inf) if bad == "all -inf" else root[1]
+    if bad != "all -inf":
+        root[1, 3] = bad  # type: ignore[assignment]
+    trees = grow_trees(config, root, lambda nodes: torch.zeros(3, 2, 5), torch.ones(3), torch.zeros(3, 2, 2))
+    assert trees.draft_failed.tolist() == [False, True, False]
+    assert trees.to_tree(0).key == trees.to_tree(2).key
+    assert len(trees.to_tree(1)) == 1
+
+
+def test_trees_survive_the_round_trip() -> None:
+    case = random_case(7)
+    trees = case.grow()
+    originals = [trees.to_tree(b) for b in range(BATCH)]
+    packed = TreeBatch.from_trees(originals)
+    for b, tree in enumerate(originals):
+        back = packed.to_tree(b)
+        assert back.key == tree.key
+        np.testing.assert_allclose(np.array(back.scores, float), np.array(tree.scores, float), rtol=1e-14)
+        reach = packed.ancestors()[b]
+        for row in range(len(tree)):
+            climbed = [row]
+            while climbed[-1] > 0:
+                climbed.append(tree.parents[climbed[-1]])
+            assert sorted(climbed) == torch.flatten(reach[row].nonzero()).tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"root_logits": torch.zeros(5)}, "root_logits must be"),
+        ({"temperatures": torch.ones(2)}, "temperatures must have shape"),
+        ({"probe_uniforms": torch.zeros(3, 1, 2)}, "probe_uniforms must be at least"),
+        ({"vocab_map": torch.arange(4)}, "vocab_map must have shape"),
+        ({"expand": lambda nodes: torch.zeros(3, 1, 5)}, "expand returned logits of shape"),
+    ],
+)
+def test_grow_trees_says_which_shape_is_wrong(change: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {
+        "root_logits": torch.zeros(3, 5),
+        "expand": lambda nodes: torch.zeros(3, 2, 5),
+        "temperatures": torch.ones(3),
+        "probe_uniforms": torch.zeros(3, 2, 2),
+    }
+    with pytest.raises(ValueError, match=message):
+        grow_trees(RheoConfig(branching=2, depth=2), **(arguments | change))  # type: ignore[arg-type]
