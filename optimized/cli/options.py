@@ -1,0 +1,163 @@
+"""The options that commands share, each declared once, and what they turn into.
+
+A command takes a whole group as one parameter (see ``optimized.cli.command``). Defaults are those of the library.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from typer import Option
+
+from optimized.cli.console import working
+from reference.api import Proposal, RheoConfig, Verification
+
+if TYPE_CHECKING:
+    from optimized.decoder import RheoDecoder
+    from optimized.sampling_params import SamplingParams
+
+EMBEDDED = "embedded"
+DTypeName = Literal["float32", "bfloat16", "float16"]
+
+PROMPT, SAMPLING, TREE, MODEL, OUTPUT = "Prompt", "Sampling", "Tree", "Model", "Output"
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """What a request asks of the sampler; ranges are checked by ``SamplingParams``."""
+
+    temperature: Annotated[float, Option("--temperature", "-t", help="0 is greedy.", rich_help_panel=SAMPLING)] = 1.0
+    top_k: Annotated[int, Option(help="Keep the k most likely tokens; 0: all.", rich_help_panel=SAMPLING)] = 0
+    top_p: Annotated[float, Option(help="Keep the nucleus of this mass; 1: all.", rich_help_panel=SAMPLING)] = 1.0
+    min_p: Annotated[
+        float, Option(help="Drop tokens below this share of the likeliest; 0: none.", rich_help_panel=SAMPLING)
+    ] = 0.0
+    repetition_penalty: Annotated[float, Option(help="1 turns it off.", rich_help_panel=SAMPLING)] = 1.0
+    seed: Annotated[
+        int | None,
+        Option(help="With the prompt it determines the text.", show_default="a fresh one", rich_help_panel=SAMPLING),
+    ] = None
+    max_new_tokens: Annotated[
+        int, Option("--max-new-tokens", "-n", help="At most so many tokens.", rich_help_panel=SAMPLING)
+    ] = 128
+    min_new_tokens: Annotated[int, Option(help="At least so many tokens.", rich_help_panel=SAMPLING)] = 0
+    stop: Annotated[
+        list[str] | None, Option(help="End before this string; repeat for several.", rich_help_panel=SAMPLING)
+    ] = None
+
+    def params(self, **changes: Any) -> SamplingParams:
+        """The request's parameters, some of them changed.
+
+        Raises:
+            ValueError: a value is out of its range.
+        """
+        from optimized.sampling_params import SamplingParams
+
+        return SamplingParams(**{**vars(self), "stop": tuple(self.stop or ()), **changes})
+
+
+@dataclass(frozen=True)
+class TreeOptions:
+    """How draft trees are grown and verified; ranges are checked by ``RheoConfig``."""
+
+    lead_tokens: Annotated[
+        int, Option("--lead-tokens", "-m", help="The rheostat: top tokens before the probe.", rich_help_panel=TREE)
+    ] = RheoConfig.lead_tokens
+    branching: Annotated[int, Option(help="Slots of a node.", rich_help_panel=TREE)] = RheoConfig.branching
+    depth: Annotated[int, Option(help="Levels drafted.", rich_help_panel=TREE)] = RheoConfig.depth
+    tree_size: Annotated[int, Option(help="Draft nodes kept per step.", rich_help_panel=TREE)] = RheoConfig.tree_size
+    beam: Annotated[
+        int | None,
+        Option(help="Nodes expanded per level.", show_default="as --branching", rich_help_panel=TREE),
+    ] = RheoConfig.beam
+    draft_support: Annotated[int, Option("--support", help="Draft logits kept per node.", rich_help_panel=TREE)] = (
+        RheoConfig.draft_support
+    )
+    proposal: Annotated[Proposal, Option(help="topk never samples a probe (EAGLE-3).", rich_help_panel=TREE)] = (
+        RheoConfig.proposal
+    )
+    verification: Annotated[
+        Verification, Option(help="rheo tests the probe first, rrsw in tree order.", rich_help_panel=TREE)
+    ] = RheoConfig.verification
+
+    def config(self) -> RheoConfig:
+        """The trees' shape.
+
+        Raises:
+            ValueError: a value is out of its range.
+        """
+        return RheoConfig(**vars(self))
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which models, and where they run."""
+
+    target: Annotated[
+        str, Option(help="Folder or Hugging Face name; embedded: the built-in one.", rich_help_panel=MODEL)
+    ] = EMBEDDED
+    draft: Annotated[
+        str | None,
+        Option(
+            help="EAGLE-3 head or small causal model.",
+            show_default="the embedded head, for the embedded target",
+            rich_help_panel=MODEL,
+        ),
+    ] = None
+    no_draft: Annotated[bool, Option("--no-draft", help="Plain autoregressive decoding.", rich_help_panel=MODEL)] = (
+        False
+    )
+    dtype: Annotated[
+        DTypeName | None,
+        Option(help="Of the weights.", show_default="the checkpoint's", rich_help_panel=MODEL),
+    ] = None
+    device: Annotated[
+        str | None,
+        Option(help="cpu, cuda, cuda:1 ...", show_default="cuda if there is one, else cpu", rich_help_panel=MODEL),
+    ] = None
+
+    def load(self, config: RheoConfig) -> RheoDecoder:
+        """Load the models.
+
+        Raises:
+            ValueError: no such model, or options that contradict each other.
+        """
+        draft = self._draft()
+        for option, name in (("--target", self.target), ("--draft", draft)):
+            _check_exists(option, name)
+        with working("loading the models (the embedded target is converted at its first start, about 20 s)"):
+            import torch
+            from transformers.utils import logging
+
+            from optimized.decoder import RheoDecoder
+
+            logging.disable_progress_bar()
+            logging.set_verbosity_error()
+
+            dtype = None if self.dtype is None else getattr(torch, self.dtype)
+            device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+            try:
+                return RheoDecoder.from_pretrained(self.target, draft, config, dtype=dtype, device=device)
+            except OSError as error:  # what transformers raises for a name it cannot resolve
+                raise ValueError(f"cannot load --target {self.target} with --draft {draft}: {error}") from error
+
+    def _draft(self) -> str | None:
+        if self.no_draft:
+            if self.draft is not None:
+                raise ValueError("--draft and --no-draft contradict each other")
+            return None
+        if self.draft is None and self.target != EMBEDDED:
+            raise ValueError(f"which draft goes with --target {self.target}? Give --draft, or --no-draft for none")
+        return self.draft or EMBEDDED
+
+
+def _check_exists(option: str, name: str | None) -> None:
+    if name is None or name == EMBEDDED or Path(name).is_dir():
+        return
+    if Path(name).exists():
+        raise ValueError(f"{option} {name} is a file; a model is a folder")
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
+        raise ValueError(f"{option} {name}: no such folder, and no Hugging Face name either")

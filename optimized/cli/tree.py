@@ -1,0 +1,73 @@
+"""``rheo tree``: one draft tree and what verification made of it, as a picture."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from optimized.cli.console import out, working
+from optimized.cli.options import OUTPUT, ModelOptions, SamplingOptions, TreeOptions
+from optimized.cli.prompts import PromptOptions
+from optimized.drawing import draw_tree, terminal_legend, tree_nodes, tree_svg
+
+if TYPE_CHECKING:
+    from optimized.decoder import RheoDecoder
+    from optimized.sampling_params import SamplingParams
+    from reference.api import VerifyResult
+    from reference.tree import DraftTree
+
+
+def tree(
+    prompt: PromptOptions,
+    sampling: SamplingOptions,
+    shape: TreeOptions,
+    models: ModelOptions,
+    step: Annotated[int, typer.Option(help="Which step's tree to draw.", rich_help_panel=OUTPUT)] = 1,
+    svg: Annotated[
+        Path | None, typer.Option(help="Write an SVG file as well.", dir_okay=False, rich_help_panel=OUTPUT)
+    ] = None,
+) -> None:
+    """Draw one draft tree: roles, weights, the probe's two probabilities, the accepted path and the bonus token."""
+    if step < 1:
+        raise ValueError(f"--step must be at least 1, got {step}")
+    if models.no_draft:
+        raise ValueError("--no-draft leaves no tree to draw")
+    config, params = shape.config(), sampling.params()
+    params = replace(params, seed=params.resolved_seed())
+    text = prompt.single()
+    decoder = models.load(config)
+    with working(f"decoding {step} step{'s' * (step > 1)}"):
+        draft_tree, walk, root = traced(decoder, prompt.encode(decoder, [text])[0], params, step)
+    picture: dict[str, Any] = {
+        "text_of": lambda token: decoder.tokenizer.decode([token]),
+        "walk": walk,
+        "root_token": root,
+    }
+    out.print(draw_tree(draft_tree, **picture))
+    out.print()
+    out.print(terminal_legend(tree_nodes(draft_tree, **picture)))
+    out.print(f"seed {params.seed}", style="dim")
+    if svg is not None:
+        svg.write_text(tree_svg(draft_tree, **picture), encoding="utf-8")
+        out.print(f"wrote {svg}", markup=False)
+
+
+def traced(
+    decoder: RheoDecoder, prompt: str | list[int], params: SamplingParams, step: int
+) -> tuple[DraftTree, VerifyResult, int]:
+    """The tree of a step, its walk, and the token at its root.
+
+    Raises:
+        ValueError: the text ends before that step.
+    """
+    trees = decoder.trace(prompt, params, steps=step)
+    if len(trees) < step:
+        raise ValueError(f"the text ends after {len(trees)} steps; there is no step {step}")
+    if step > 1:
+        return *trees[-1], trees[-2][1].token_ids[-1]
+    # The first tree's root is the token that the prompt alone gave; the same seed gives it again.
+    first = decoder.generate(prompt, replace(params, max_new_tokens=1, min_new_tokens=0))[0]
+    return *trees[0], first.token_ids[0]

@@ -1,0 +1,360 @@
+"""``RheoDecoder``: speculative decoding of a batch of requests, one loop - draft, grow, target, verify, commit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from optimized.clock import PhaseClock
+from optimized.growth import grow_trees
+from optimized.models import CausalDrafter, Drafter, TargetModel, check_same_tokenizer
+from optimized.models.loading import load_drafter, load_target, load_tokenizer
+from optimized.outputs import GenerationError, GenerationResult, StreamEvent
+from optimized.randomness import StepNoise, StepRandomness
+from optimized.request import Request
+from optimized.sampling_params import SamplingParams
+from optimized.target_laws import SamplingBatch, TargetLaws
+from optimized.trees import LevelNodes, TreeBatch
+from optimized.verification import VerifyBatch, verify_trees
+from reference.api import RheoConfig, VerifyResult
+from reference.tree import DraftTree, root_only
+
+Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor
+
+
+class RheoDecoder:
+    """Lossless speculative decoding: every text has exactly the distribution that the target model gives it.
+
+    Given equal logits, a request's text depends on its prompt, its seed and its parameters alone, never on its batch
+    mates. A decoder runs one generation at a time; it is not thread-safe.
+
+    Args:
+        target: the model whose distribution is kept.
+        drafter: the proposer; None decodes without speculation, in the same loop and with the same random numbers.
+        tokenizer: of the target; needed for text prompts, for text in the results and for stop strings.
+        config: how trees are grown and verified.
+        max_batch_size: how many requests run side by side; longer lists are worked off in groups of this size.
+
+    Raises:
+        ValueError: the drafter speaks of tokens that the target does not have, or reads features it does not give.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter | None,
+        tokenizer: Any = None,
+        config: RheoConfig | None = None,
+        max_batch_size: int = 32,
+    ) -> None:
+        if max_batch_size < 1:
+            raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
+        self.target = target
+        self.drafter = drafter
+        self.tokenizer = tokenizer
+        self.config = config or RheoConfig()
+        self.max_batch_size = max_batch_size
+        self._run = 0
+        if drafter is not None:
+            highest = drafter.vocab_size - 1 if drafter.vocab_map is None else int(drafter.vocab_map.max())
+            if highest >= target.vocab_size:
+                raise ValueError(
+                    f"the draft speaks of token {highest}; the target's vocabulary is 0..{target.vocab_size - 1}"
+                )
+            target.feature_layers = drafter.feature_layers
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | Path = "embedded",
+        draft: str | Path | None = "embedded",
+        config: RheoConfig | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        max_batch_size: int = 32,
+    ) -> RheoDecoder:
+        """Load a target, a drafter and the target's tokenizer.
+
+        Args:
+            target: a directory, a name Hugging Face knows, or "embedded": SmolLM2-135M-Instruct.
+            draft: likewise: an EAGLE-3 head or a causal language model with the target's tokenizer; None for plain
+                decoding; "embedded": the head for the embedded target.
+            config: how trees are grown and verified.
+            dtype: of the weights; None keeps the target's.
+            device: where both run.
+            max_batch_size: how many requests run side by side.
+
+        Raises:
+            ValueError: a checkpoint is damaged, or target and draft do not fit together.
+            ModuleNotFoundError: the embedded target is not installed.
+        """
+        model = load_target(target, dtype=dtype, device=device)
+        tokenizer = load_tokenizer(target)
+        drafter = None
+        if draft is not None:
+            drafter = load_drafter(draft, model)
+            if isinstance(drafter, CausalDrafter):
+                check_same_tokenizer(tokenizer, load_tokenizer(draft))
+        return cls(model, drafter, tokenizer, config, max_batch_size)
+
+    def generate(
+        self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[GenerationResult]:
+        """Generate to the end.
+
+        Args:
+            prompts: one prompt or several, as text or as token ids; lists may be ragged.
+            params: for all, or one per prompt; None for the defaults.
+
+        Returns:
+            One result per prompt, in their order.
+
+        Raises:
+            ValueError: an empty or too long prompt, a token outside the vocabulary, or not one ``params`` per prompt.
+            GenerationError: some requests failed (say, the target's logits were NaN); it carries the others' results.
+        """
+        finished = (event.result for event in self.stream(prompts, params) if event.result is not None)
+        return sorted(finished, key=lambda result: result.index)
+
+    def stream(
+        self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[StreamEvent]:
+        """Generate step by step; an event holds what one step added to one request.
+
+        Arguments and errors are those of ``generate``; bad arguments raise at once. Starting another generation on the
+        same decoder ends this one: its iterator then raises ``RuntimeError``.
+        """
+        return self._stream(self._requests(prompts, params))
+
+    def trace(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, steps: int = 1
+    ) -> list[tuple[DraftTree, VerifyResult]]:
+        """The first trees of one request and what the walk made of each, to look at."""
+        seen: list[tuple[DraftTree, VerifyResult]] = []
+        for trees, walk, _ in self._steps(self._requests(prompt, params)):
+            if trees.rows > 1:
+                count = int(walk.counts[0])
+                emitted, rows = walk.token_ids[0, :count].tolist(), walk.rows[0, 1:count].tolist()
+                seen.append((trees.to_tree(0), VerifyResult(tuple(emitted), tuple(rows))))
+            if len(seen) == steps:
+                break
+        return seen
+
+    def chat_prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation in the tokenizer's chat format, ready for the assistant's answer.
+
+        Raises:
+            ValueError: there is no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise ValueError("a conversation needs a tokenizer, and this decoder has none")
+        encoded = self.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return [int(token) for token in encoded]
+
+    def _stream(self, requests: list[Request]) -> Iterator[StreamEvent]:
+        for first in range(0, len(requests), self.max_batch_size):
+            for _, _, events in self._steps(requests[first : first + self.max_batch_size]):
+                yield from events
+        failures = {request.index: request.failure for request in requests if request.failure is not None}
+        if failures:
+            raise GenerationError(failures, [request.result for request in requests])
+
+    @torch.inference_mode()
+    def _steps(self, requests: list[Request]) -> Iterator[tuple[TreeBatch, VerifyBatch, list[StreamEvent]]]:
+        """The loop: draft, grow, target, verify, commit. Step 0 verifies an empty tree behind the prompts."""
+        self._run += 1
+        run, config, device = self._run, self.config, self.target.device
+        live = requests
+        sampling = SamplingBatch.from_params(
+            [request.params for request in live],
+            [request.prompt for request in live],
+            self.target.vocab_size,
+            self.target.eos_token_ids,
+            device,
+        )
+        randomness = StepRandomness(
+            [request.seed for request in live], config.depth, config.beam_width, config.tree_size + 1, device
+        )
+        clock = PhaseClock(device)
+        for request in live:
+            request.begin()
+
+        clock.enter("target")
+        logits, features = self.target.prefill([request.prompt for request in live])
+        logits = logits.unsqueeze(1)
+        trees = TreeBatch.from_trees([root_only()] * len(live), device)
+        clock.enter("sampling")
+        noise = randomness.at(torch.zeros(len(live), dtype=torch.long, device=device))
+        for step in itertools.count():
+            laws = TargetLaws(logits, sampling, trees)
+            walk = verify_trees(trees, laws, noise, config.verification)
+            sampling.observe(walk.token_ids, walk.counts)
+            clock.enter(None)
+            events = self._hand_out(step, live, trees, laws, walk, clock)
+            yield trees, walk, events
+            if self._run != run:
+                raise RuntimeError("this generation was ended by another one started on the same decoder")
+
+            clock.enter("target")
+            if step == 0:
+                committed = _after_prompts(live, walk, features)
+            else:
+                self.target.commit(walk.rows, walk.counts)
+                committed = _after_walk(walk, features)
+            keep = [b for b, request in enumerate(live) if not request.done]
+            if not keep:
+                return
+            if len(keep) < len(live):
+                index = torch.tensor(keep, device=device)
+                live = [live[b] for b in keep]
+                committed = committed.select(index)
+                sampling.select(keep)
+                randomness.select(index)
+                self.target.select(index)
+                if self.drafter is not None and step > 0:
+                    self.drafter.select(index)
+            if self.drafter is not None and step == 0:
+                self.drafter.reset(torch.tensor([request.prompt[0] for request in live], device=device))
+
+            clock.enter("sampling")
+            noise = randomness.at(torch.full((len(live),), step + 1, device=device))
+            trees = self._draft(committed, sampling.temperatures, noise, clock)
+            clock.enter("target")
+            token_ids = torch.cat([committed.last, trees.token_ids[:, 1:]], dim=1)
+            logits, features = self.target.forward_tree(token_ids, trees.depths, trees.ancestors())
+            clock.enter("sampling")
+
+    def _draft(self, committed: Committed, temperatures: Tensor, noise: StepNoise, clock: PhaseClock) -> TreeBatch:
+        """Draft one tree per request; without a drafter, trees that are a root only."""
+        drafter = self.drafter
+        if drafter is None:
+            return TreeBatch.from_trees([root_only()] * len(temperatures), temperatures.device)
+
+        def expand(nodes: LevelNodes) -> Tensor:
+            clock.enter("draft")
+            logits = drafter.expand(nodes)
+            clock.enter("sampling")
+            return logits
+
+        clock.enter("draft")
+        root_logits = drafter.advance(committed.token_ids, committed.counts, committed.features)
+        clock.enter("sampling")
+        return grow_trees(self.config, root_logits, expand, temperatures, noise.probe_uniforms, drafter.vocab_map)
+
+    def _hand_out(
+        self,
+        step: int,
+        live: list[Request],
+        trees: TreeBatch,
+        laws: TargetLaws,
+        walk: VerifyBatch,
+        clock: PhaseClock,
+    ) -> list[StreamEvent]:
+        """Give every request what the step emitted for it: the one place where the host waits for the device."""
+        wanted = [request.params.logprobs for request in live if request.params.logprobs is not None]
+        logprobs = None
+        if wanted:
+            rows, token_ids = walk.rows.clamp(min=0), walk.token_ids.clamp(min=0)
+            logprobs = [part.tolist() for part in laws.logprobs(rows, token_ids, max(wanted))]
+        emitted, counts = walk.token_ids.tolist(), walk.counts.tolist()
+        levels = trees.depths.amax(dim=1).tolist()
+        offered, accepted = walk.probes_offered.sum(dim=1).tolist(), walk.probes_accepted.sum(dim=1).tolist()
+        target_failed, draft_failed = laws.bad.tolist(), trees.draft_failed.tolist()
+        clock.settle()
+        events = []
+        for b, request in enumerate(live):
+            if draft_failed[b]:
+                request.fail("the draft's logits were NaN, +inf or all -inf")
+            elif target_failed[b]:
+                request.fail("the target's logits were NaN or +inf, or no token was left after processing")
+            else:
+                if step > 0:  # the prompt's pass is in no count
+                    request.metrics.record_pass(counts[b] - 1, levels[b], offered[b], accepted[b])
+                entry = None if logprobs is None else [part[b] for part in logprobs]
+                events.append(request.push(emitted[b][: counts[b]], entry, clock.seconds))
+        return events
+
+    def _requests(self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
+        """Check everything that can be checked before any work is done."""
+        token_lists = self._token_lists(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(token_lists)
+        else:
+            each = list(params)
+        if len(each) != len(token_lists):
+            raise ValueError(
+                f"there are {len(token_lists)} prompts and {len(each)} params; give one for each, or one for all"
+            )
+        for index, prompt in enumerate(token_lists):
+            self.target.check_prompt(index, prompt)
+            each[index].check_vocab(self.target.vocab_size)
+        return [
+            Request(index, prompt, request, self.tokenizer, self.target.eos_token_ids, self.target.max_positions)
+            for index, (prompt, request) in enumerate(zip(token_lists, each, strict=True))
+        ]
+
+    def _token_lists(self, prompts: Prompts) -> list[list[int]]:
+        if isinstance(prompts, Tensor):
+            prompts = prompts.tolist()
+        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer)):
+            prompts = [prompts]  # type: ignore[list-item,assignment]
+        if len(prompts) == 0:
+            raise ValueError("there is no prompt")
+        if any(isinstance(prompt, str) for prompt in prompts) and self.tokenizer is None:
+            raise ValueError("text prompts need a tokenizer, and this decoder has none; pass token ids")
+        return [
+            [int(token) for token in (self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt)]  # type: ignore[union-attr]
+            for prompt in prompts
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class Committed:
+    """What a step added to every text, as the drafter wants it.
+
+    Attributes:
+        token_ids: [batch, n] long, right padded.
+        counts: [batch] long, at least 1.
+        features: [batch, n, F] the target's feature at the position before each token, or None.
+    """
+
+    token_ids: Tensor
+    counts: Tensor
+    features: Tensor | None
+
+    @property
+    def last(self) -> Tensor:
+        """[batch, 1] the last committed token: the next tree's root."""
+        return self.token_ids.gather(1, self.counts.unsqueeze(1) - 1)
+
+    def select(self, keep: Tensor) -> Committed:
+        """Only these requests."""
+        features = None if self.features is None else self.features[keep]
+        return Committed(self.token_ids[keep], self.counts[keep], features)
+
+
+def _after_prompts(live: Sequence[Request], walk: VerifyBatch, features: Tensor | None) -> Committed:
+    """The prompts without their first token, then the first token of the output."""
+    counts = torch.tensor([len(request.prompt) for request in live])
+    token_ids = torch.zeros(len(live), int(counts.max()), dtype=torch.long)
+    for row, request in zip(token_ids, live, strict=True):
+        row[: len(request.prompt) - 1] = torch.tensor(request.prompt[1:], dtype=torch.long)
+    token_ids, counts = token_ids.to(walk.token_ids.device), counts.to(walk.token_ids.device)
+    return Committed(token_ids.scatter(1, counts.unsqueeze(1) - 1, walk.token_ids[:, :1]), counts, features)
+
+
+def _after_walk(walk: VerifyBatch, features: Tensor | None) -> Committed:
+    """The accepted tokens and the bonus token, each with the feature of the row it was emitted at."""
+    if features is not None:
+        features = features.take_along_dim(walk.rows.clamp(min=0).unsqueeze(2), dim=1)
+    return Committed(walk.token_ids.clamp(min=0), walk.counts, features)

@@ -1,0 +1,153 @@
+"""Key and value cache for ragged batches and tree attention; target, causal draft and EAGLE-3 head share it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+
+class TreeCache(Cache):
+    """One committed sequence per request, followed by *pending* rows that a commit keeps or drops.
+
+    Row ``i`` of the pending rows of request ``b`` is stored at ``lengths[b] + i``, so every request is packed from the
+    left and a batch needs no padding of its own. A forward pass is three steps: ``extend`` announces the new rows and
+    gives their attention mask, the model calls ``update`` once per layer, and ``commit`` or ``drop_pending`` settles
+    what is pending. Several ``extend`` may come before a commit: that is how a draft tree grows level by level.
+
+    Args:
+        batch: number of requests.
+        device: where the lengths live; the buffers follow the model's keys and values.
+    """
+
+    def __init__(self, batch: int, device: torch.device | str = "cpu") -> None:
+        super().__init__(layers=[])
+        self.lengths: list[int] = [0] * batch  # committed positions of each request, on the host
+        self.device_lengths = torch.zeros(batch, dtype=torch.long, device=device)  # [batch], the same on the device
+        self.pending = 0
+        self._buffers: dict[int, list[Tensor]] = {}  # layer -> [keys, values], each [batch, heads, capacity, head_dim]
+        self._capacity = 0
+        self._new_rows = 0
+        self._start: int | None = None  # where the new rows go when all requests are equally long,
+        self._positions = torch.empty(0)  # [batch, new rows], or where they go otherwise
+
+    @property
+    def width(self) -> int:
+        """How many positions attention looks at: the longest request, pending rows included."""
+        return max(self.lengths, default=0) + self.pending
+
+    @property
+    def _batch_index(self) -> Tensor:
+        return torch.arange(len(self.lengths), device=self.device_lengths.device)[:, None]
+
+    def extend(self, visible: Tensor, dtype: torch.dtype) -> Tensor:
+        """Announce the rows of the next forward pass.
+
+        Args:
+            visible: [batch, new, pending + new] bool; whether a new row sees each pending row, older ones first, and
+                each new row. Committed positions are always seen. Every row must see itself.
+            dtype: of the model's attention scores.
+
+        Returns:
+            [batch, 1, new, width] additive mask: 0 where visible, the most negative finite number elsewhere (a boolean
+            mask would be silently wrong with eager attention, and -inf turns a row that sees nothing into NaN).
+        """
+        batch, new, columns = visible.shape
+        if batch != len(self.lengths) or columns != self.pending + new:
+            raise ValueError(
+                f"visible has shape {tuple(visible.shape)}; [{len(self.lengths)}, new, {self.pending} + new] is needed"
+            )
+        offset = self.device_lengths[:, None]
+        self._start = self.lengths[0] + self.pending if len(set(self.lengths)) == 1 else None
+        if self._start is None:
+            self._positions = offset + self.pending + torch.arange(new, device=offset.device)
+        self.pending += new
+        self._new_rows = new
+        if self.width > self._capacity:
+            self._capacity = max(self.width, 2 * self._capacity, 64)
+
+        column = torch.arange(self.width, device=offset.device) - offset  # [batch, width], 0 at the first pending row
+        index = column.clamp(0, columns - 1)[:, None, :].expand(-1, new, -1)
+        in_tree = visible.gather(2, index) & (column < columns)[:, None, :]
+        seen = in_tree | (column < 0)[:, None, :]
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store a layer's new rows ([batch, heads, new, head_dim] each) and return its first ``width`` positions."""
+        if key_states.shape[2] != self._new_rows:
+            raise ValueError(f"extend announced {self._new_rows} rows, layer {layer_idx} brings {key_states.shape[2]}")
+        buffers = self._buffers.setdefault(layer_idx, [key_states[:, :, :0], value_states[:, :, :0]])
+        for which, states in enumerate((key_states, value_states)):
+            if buffers[which].shape[2] < self._capacity:
+                buffers[which] = self._grown(buffers[which])
+            if self._start is not None:
+                buffers[which][:, :, self._start : self._start + self._new_rows] = states
+            else:
+                buffers[which][self._batch_index, :, self._positions] = states.transpose(1, 2)
+        return buffers[0][:, :, : self.width], buffers[1][:, :, : self.width]
+
+    def _grown(self, buffer: Tensor) -> Tensor:
+        batch, heads, used, head_dim = buffer.shape
+        # Zeros, not uninitialised memory: a masked position still multiplies its value by 0, and 0 * NaN is NaN.
+        grown = buffer.new_zeros(batch, heads, self._capacity, head_dim)
+        grown[:, :, :used] = buffer
+        return grown
+
+    def commit(self, counts: Tensor, rows: Tensor | None = None) -> None:
+        """Keep some pending rows as the next committed positions and drop the others.
+
+        Args:
+            counts: [batch] how many rows each request keeps.
+            rows: [batch, at least max(counts)] which pending rows, in order; entries from ``counts[b]`` on are ignored.
+                None keeps the first ``counts[b]`` rows.
+
+        Raises:
+            ValueError: more rows than are pending.
+        """
+        kept = [int(count) for count in counts.tolist()]
+        most = max(kept, default=0)
+        if most > self.pending or min(kept, default=0) < 0 or (rows is not None and rows.shape[1] < most):
+            given = "" if rows is None else f" out of {rows.shape[1]} rows"
+            raise ValueError(f"cannot keep {kept}{given} of {self.pending} pending rows")
+        if rows is not None and most:
+            offset = self.device_lengths[:, None]
+            source = offset + rows[:, :most].clamp(0, self.pending - 1)
+            into = offset + torch.arange(most, device=offset.device)
+            batch_index = self._batch_index
+            for buffers in self._buffers.values():
+                for buffer in buffers:
+                    # The gather is complete before the first write, so overlapping rows are safe. Ignored entries write
+                    # into rows that are dropped.
+                    buffer[batch_index, :, into] = buffer[batch_index, :, source]
+        self.lengths = [length + count for length, count in zip(self.lengths, kept, strict=True)]
+        self.device_lengths = self.device_lengths + counts.to(self.device_lengths)
+        self.pending = 0
+
+    def drop_pending(self) -> None:
+        """Forget every pending row."""
+        self.pending = 0
+
+    def select(self, keep: Tensor) -> None:
+        """Keep only the requests ``keep`` ([kept] indices into the batch), in that order, pending rows included."""
+        self.lengths = [self.lengths[index] for index in keep.tolist()]
+        self.device_lengths = self.device_lengths[keep]
+        for buffers in self._buffers.values():
+            buffers[:] = [buffer[keep] for buffer in buffers]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions before the rows of the current forward pass, of the longest request."""
+        return self.width - self._new_rows
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Width and offset of the mask, for models that ask."""
+        return self.width, 0
+
+
+def causal(batch: int, rows: int, device: torch.device | str) -> Tensor:
+    """[batch, rows, rows] bool: every row sees itself and the rows before it."""
+    return torch.ones(rows, rows, dtype=torch.bool, device=device).tril().expand(batch, -1, -1)

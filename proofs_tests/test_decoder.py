@@ -1,0 +1,258 @@
+"""``RheoDecoder`` on toy models: same seed same text in any company, exact stops, streams, failures, accounts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from optimized import GenerationError, RheoConfig, RheoDecoder, SamplingParams
+from proofs_tests.toy import random_logits
+from proofs_tests.toy_models import PathDrafter, PathTarget
+
+VOCAB = 13
+CONFIG = RheoConfig(lead_tokens=1, branching=3, depth=3, tree_size=8)
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 0], [3, 1, 4, 1, 5], [9, 2], [6], [5, 3, 5]]
+MIXED = [
+    SamplingParams(temperature=1.0, seed=1, max_new_tokens=17),
+    SamplingParams(temperature=0.0, seed=2, max_new_tokens=9),
+    SamplingParams(temperature=0.5, top_k=4, seed=3, max_new_tokens=23),
+    SamplingParams(temperature=1.3, top_p=0.7, seed=4, max_new_tokens=1),
+    SamplingParams(temperature=0.8, min_p=0.1, seed=5, max_new_tokens=12, repetition_penalty=1.4),
+    SamplingParams(temperature=1.0, logit_bias={3: -5.0, 4: 2.0}, seed=6, max_new_tokens=20),
+    SamplingParams(temperature=1.0, seed=7, max_new_tokens=15, stop_token_ids=(5, 6)),
+    SamplingParams(temperature=1e-6, seed=8, max_new_tokens=11, min_new_tokens=4),
+]
+
+
+def decoder(config: RheoConfig = CONFIG, **options: Any) -> RheoDecoder:
+    """Draft and target are related but different: the draft's logits are the target's plus noise."""
+    target_logits, noise = random_logits(1, VOCAB, "normal"), random_logits(2, VOCAB, "normal")
+    target = PathTarget(VOCAB, target_logits, eos=options.pop("eos", (0,)), max_positions=options.pop("context", None))
+    drafter = PathDrafter(VOCAB, lambda path: target_logits(path) + np.float32(0.4) * noise(path))
+    return RheoDecoder(target, drafter, config=config, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rule", ["rheo", "rrsw"])
+@pytest.mark.parametrize("proposal", ["rheo", "topk"])
+def test_same_seed_same_text_alone_and_in_any_row_of_any_batch(rule: Any, proposal: Any) -> None:
+    config = replace(CONFIG, verification=rule, proposal=proposal)
+    alone = [decoder(config).generate([p], params)[0] for p, params in zip(PROMPTS, MIXED, strict=True)]
+    order = np.random.default_rng(0).permutation(len(PROMPTS)).tolist()
+    for rows in (list(range(len(PROMPTS))), order, order[:3]):
+        for size in (32, 3):
+            batch = decoder(config, max_batch_size=size).generate([PROMPTS[i] for i in rows], [MIXED[i] for i in rows])
+            for place, (row, result) in enumerate(zip(rows, batch, strict=True)):
+                assert result.index == place
+                assert result.token_ids == alone[row].token_ids
+                assert result.finish_reason == alone[row].finish_reason
+                counts = (result.metrics.accepted_per_level, result.metrics.target_passes)
+                assert counts == (alone[row].metrics.accepted_per_level, alone[row].metrics.target_passes)
+
+
+def test_different_seeds_give_different_texts() -> None:
+    texts = {
+        decoder().generate([[1, 2]], SamplingParams(seed=seed, max_new_tokens=20, min_new_tokens=20))[0].token_ids
+        for seed in range(20)
+    }
+    assert len(texts) == 20
+
+
+def test_greedy_is_the_argmax_chain_whatever_the_tree() -> None:
+    target_logits = random_logits(1, VOCAB, "normal")
+    for prompt in PROMPTS:
+        text = list(prompt)
+        while len(text) < len(prompt) + 12:
+            text.append(int(target_logits(tuple(text)).argmax()))
+        for config in (CONFIG, RheoConfig(lead_tokens=0, branching=1, depth=1, tree_size=1)):
+            [result] = decoder(config, eos=()).generate([prompt], SamplingParams(temperature=0, max_new_tokens=12))
+            assert list(result.token_ids) == text[len(prompt) :]
+
+
+def test_a_good_draft_needs_fewer_passes_and_plain_decoding_one_per_token() -> None:
+    params = SamplingParams(seed=5, max_new_tokens=60, min_new_tokens=60)
+    fast = decoder(eos=()).generate([[1]], params)[0].metrics
+    target = PathTarget(VOCAB)
+    plain = RheoDecoder(target, None, config=CONFIG).generate([[1]], params)[0].metrics  # type: ignore[arg-type]
+    assert plain.target_passes == 59 == target.passes
+    assert plain.tau == 1
+    assert fast.tau > 1.5
+    assert fast.target_passes < 40
+
+
+def test_max_new_tokens_cuts_in_the_middle_of_an_accepted_path() -> None:
+    """The first n tokens of a longer run, for every n; at some n the cut falls inside an accepted path."""
+    params = SamplingParams(seed=5, max_new_tokens=24, min_new_tokens=24)
+    whole = decoder(eos=()).generate([[1]], params)[0]
+    inside = 0
+    for n in range(1, 24):
+        [result] = decoder(eos=()).generate([[1]], replace(params, max_new_tokens=n, min_new_tokens=n))
+        assert result.token_ids == whole.token_ids[:n]
+        assert result.finish_reason == "length"
+        inside += 1 + result.metrics.emitted_tokens > n
+    assert inside > 3
+
+
+def test_eos_and_stop_tokens_end_the_text_and_are_its_last_token() -> None:
+    for seed in range(30):
+        params = SamplingParams(seed=seed, max_new_tokens=40, min_new_tokens=3, stop_token_ids=(7,))
+        [result] = decoder(eos=(2,)).generate([[1]], params)
+        assert not {2, 7} & set(result.token_ids[:-1])
+        assert len(result.token_ids) >= 3
+        last = result.token_ids[-1]
+        assert result.finish_reason == ("eos" if last == 2 else "stop" if last == 7 else "length")
+
+
+def test_the_context_ends_the_text() -> None:
+    [result] = decoder(eos=(), context=10).generate([[1, 2, 3]], SamplingParams(seed=0, max_new_tokens=50))
+    assert len(result.token_ids) == 7
+    assert result.finish_reason == "length"
+    with pytest.raises(ValueError, match="must be shorter than the context, 3"):
+        decoder(context=3).generate([[1, 2, 3]])
+
+
+def test_stream_gives_what_generate_gives_and_raises_bad_arguments_at_once() -> None:
+    whole = decoder().generate(PROMPTS, MIXED)
+    pieces: dict[int, list[int]] = {i: [] for i in range(len(PROMPTS))}
+    results = {}
+    for event in decoder().stream(PROMPTS, MIXED):
+        assert event.index not in results
+        pieces[event.index] += event.token_ids
+        if event.finished:
+            results[event.index] = event.result
+    for i, result in enumerate(whole):
+        assert tuple(pieces[i]) == result.token_ids == results[i].token_ids
+    with pytest.raises(ValueError, match="there is no prompt"):
+        decoder().stream([])
+
+
+def test_a_new_generation_ends_the_old_one_and_the_decoder_goes_on() -> None:
+    one = decoder()
+    old = one.stream([[1]], SamplingParams(seed=1, max_new_tokens=30, min_new_tokens=30))
+    next(old)
+    expected = decoder().generate([[4]], MIXED[0])[0].token_ids
+    assert one.generate([[4]], MIXED[0])[0].token_ids == expected
+    with pytest.raises(RuntimeError, match="ended by another one"):
+        next(old)
+
+
+def test_metrics_account_for_every_token() -> None:
+    for result in decoder(eos=(2,)).generate(PROMPTS, MIXED):
+        metrics = result.metrics
+        assert sum(metrics.accepted_per_level) + metrics.target_passes == metrics.emitted_tokens
+        assert metrics.generated_tokens == len(result.token_ids) <= 1 + metrics.emitted_tokens
+        assert metrics.probe_accepted <= metrics.probe_offered
+        assert all(a >= b for a, b in zip(metrics.accepted_per_level, metrics.accepted_per_level[1:], strict=False))
+        parts = metrics.draft_seconds + metrics.target_seconds + metrics.sampling_seconds
+        assert 0 < parts <= metrics.total_seconds
+    greedy = decoder().generate(PROMPTS, SamplingParams(temperature=0))
+    assert all(result.metrics.probe_offered == 0 for result in greedy)
+
+
+def test_logprobs_are_the_raw_log_softmax_at_every_token() -> None:
+    target_logits = random_logits(1, VOCAB, "normal")
+    params = SamplingParams(temperature=0.7, top_k=5, seed=9, max_new_tokens=20, logprobs=3)
+    mate = SamplingParams(seed=1, max_new_tokens=7)
+    with_logprobs, without = decoder().generate([[1, 2], [3]], [params, mate])
+    assert without.logprobs is None
+    assert with_logprobs.logprobs is not None
+    text = [1, 2]
+    for entry in with_logprobs.logprobs:
+        law = torch.from_numpy(target_logits(tuple(text))).double().log_softmax(0)
+        assert entry.logprob == pytest.approx(float(law[entry.token_id]), abs=1e-5)
+        assert [token for token, _ in entry.top] == law.topk(3).indices.tolist()
+        text.append(entry.token_id)
+    assert text[2:] == list(with_logprobs.token_ids)
+
+
+@pytest.mark.parametrize("who", ["target at the prompt", "target in a tree", "draft"])
+def test_nan_fails_its_own_request_and_the_others_are_not_lost(who: str) -> None:
+    healthy = decoder(eos=()).generate(PROMPTS, [replace(params, stop_token_ids=()) for params in MIXED])
+    one = decoder(eos=())
+    params = [replace(p, stop_token_ids=()) for p in MIXED]
+    broken = one.drafter if who == "draft" else one.target
+    good = broken.logits  # type: ignore[union-attr]
+
+    def logits(path: tuple[int, ...]) -> Any:
+        poisoned = path[:7] == tuple(PROMPTS[2]) and (who == "target at the prompt" or len(path) > 7)
+        return good(path) * (np.float32(np.nan) if poisoned else np.float32(1))
+
+    broken.logits = logits  # type: ignore[union-attr]
+    with pytest.raises(GenerationError, match=rf"request 2: the {who.split()[0]}'s logits were NaN") as caught:
+        one.generate(PROMPTS, params)
+    assert list(caught.value.failures) == [2]
+    for index, result in enumerate(caught.value.results):
+        assert (result is None) == (index == 2)
+        assert result is None or result.token_ids == healthy[index].token_ids
+    broken.logits = good  # type: ignore[union-attr]
+    assert one.generate(PROMPTS, params)[2].token_ids == healthy[2].token_ids
+
+
+def test_a_raising_model_leaves_the_decoder_usable() -> None:
+    one = decoder()
+    expected = one.generate([[1]], MIXED[0])[0].token_ids
+    for part, method in ((one.target, "forward_tree"), (one.drafter, "expand"), (one.target, "prefill")):
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("out of memory")
+
+        original = getattr(part, method)
+        setattr(part, method, fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            one.generate([[1]], MIXED[0])
+        setattr(part, method, original)
+        assert one.generate([[1]], MIXED[0])[0].token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ([], None, "there is no prompt"),
+        ([[]], None, "prompt 0 is empty"),
+        (["text"], None, "need a tokenizer"),
+        ([[1], [2]], [SamplingParams()], "there are 2 prompts and 1 params"),
+        ([[1]], SamplingParams(logit_bias={99: 1.0}), "names token 99"),
+        ([[1]], SamplingParams(stop="x"), "need a tokenizer"),
+    ],
+)
+def test_wrong_arguments_say_what_would_be_right(prompts: Any, params: Any, message: str) -> None:
+    one = decoder()
+    with pytest.raises(ValueError, match=message):
+        one.generate(prompts, params)
+    assert one.generate([1, 2], MIXED[0])[0].prompt_token_ids == (1, 2)
+
+
+def test_prompts_come_as_a_list_as_lists_or_as_a_tensor() -> None:
+    expected = decoder().generate([[1, 2]], MIXED[0])[0].token_ids
+    for prompts in (
+        [1, 2],
+        [[1, 2]],
+        torch.tensor([1, 2]),
+        torch.tensor([[1, 2]]),
+        np.array([1, 2]),
+        [np.array([1, 2])],
+    ):
+        assert decoder().generate(prompts, MIXED[0])[0].token_ids == expected  # type: ignore[arg-type]
+
+
+def test_a_draft_that_speaks_of_unknown_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"the draft speaks of token 13; the target's vocabulary is 0\.\.12"):
+        RheoDecoder(PathTarget(VOCAB), PathDrafter(VOCAB + 1))  # type: ignore[arg-type]
+    wide = PathDrafter(2, vocab_map=torch.tensor([0, 40]))
+    with pytest.raises(ValueError, match="the draft speaks of token 40"):
+        RheoDecoder(PathTarget(VOCAB), wide)  # type: ignore[arg-type]
+
+
+def test_a_small_draft_vocabulary_maps_into_the_targets() -> None:
+    target_logits = random_logits(1, VOCAB, "normal")
+    ids = torch.tensor([1, 4, 5, 9, 12])
+    drafter = PathDrafter(5, lambda path: target_logits(path)[ids.numpy()], ids)
+    one = RheoDecoder(PathTarget(VOCAB, target_logits), drafter, config=CONFIG)  # type: ignore[arg-type]
+    [result] = one.generate([[1]], SamplingParams(seed=3, max_new_tokens=40))
+    assert result.metrics.tau > 1.1
+    for tree, walk in one.trace([1], SamplingParams(seed=3, max_new_tokens=40), steps=5):
+        assert set(tree.token_ids[1:]) <= set(ids.tolist())
+        assert walk.token_ids[: len(walk.accepted_nodes)] == tuple(tree.token_ids[row] for row in walk.accepted_nodes)
