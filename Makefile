@@ -53,7 +53,7 @@ check: $(STAMP) doctest
 	$(BIN)/mypy
 
 doctest: $(STAMP)
-	$(BIN)/python -m doctest docs/*.md
+	$(BIN)/python -m doctest README.md docs/*.md
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -306,16 +306,16 @@ class RheoDecoder:
     def _token_lists(self, prompts: Prompts) -> list[list[int]]:
         if isinstance(prompts, Tensor):
             prompts = prompts.tolist()
-        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer)):
-            prompts = [prompts]  # type: ignore[list-item,assignment]
-        if len(prompts) == 0:
+        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
+        several: Sequence[Any] = [prompts] if one else prompts
+        if len(several) == 0:
             raise ValueError("there is no prompt")
-        if any(isinstance(prompt, str) for prompt in prompts) and self.tokenizer is None:
+        return [self._tokens(prompt) if isinstance(prompt, str) else [int(t) for t in prompt] for prompt in several]
+
+    def _tokens(self, text: str) -> list[int]:
+        if self.tokenizer is None:
             raise ValueError("text prompts need a tokenizer, and this decoder has none; pass token ids")
-        return [
-            [int(token) for token in (self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt)]  # type: ignore[union-attr]
-            for prompt in prompts
-        ]
+        return [int(token) for token in self.tokenizer(text)["input_ids"]]
 
 
 @dataclass(frozen=True, eq=False)

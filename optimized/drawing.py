@@ -199,7 +199,7 @@ PAINTS = {
 }
 CHAR, SMALL_CHAR = 7.9, 6.5  # advance of a monospace character at 13 and 10.5 px, with a little to spare
 BADGE, ROW, FAMILY, GAP = 22, 29, 7, 54  # badge height, row pitch, extra room after siblings, gap between levels, px
-MARGIN, HEADER, LEAST_WIDTH = 28, 112, 780
+MARGIN, HEADER, LEAST_WIDTH = 28, 112, 890
 NUMBERS = "numbers: weight → path score; for a probe proxy, sampling probability q~ → path score"
 
 STYLE = """

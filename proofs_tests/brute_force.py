@@ -7,10 +7,10 @@ enumeration replays ``grow_with_probes`` with every combination of tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 
@@ -93,63 +93,65 @@ def grow_replayed(config: RheoConfig, draft: Draft, choices: Choices) -> DraftTr
 
 
 def integrated_walk_law(
-    tree: DraftTree, target_probs: Sequence[Sequence[Fraction]], rule: Verification, cells: int
+    tree: DraftTree, target_probs: Sequence[Sequence[Fraction]], rule: Verification
 ) -> dict[VerifyResult, Fraction]:
     """The law of ``verify`` by integrating over its uniforms, exactly.
 
-    Every uniform runs over the midpoints of ``cells`` equal cells. That integrates exactly when no threshold falls
-    inside a cell, that is when ``cells`` is a common multiple of the thresholds' denominators (see ``common_cells``).
+    Each uniform runs over one point inside each cell between neighbouring thresholds, weighted by the cell's width.
     Rows are integrated as the walk reaches them: uniforms of rows it never visits do not matter.
     """
-    midpoints = (np.arange(cells) + 0.5) / cells
     law: dict[VerifyResult, Fraction] = {}
+    cells = [[cells_between(edges) for edges in thresholds(tree, row, p, rule)] for row, p in enumerate(target_probs)]
 
-    def integrate(fixed: dict[int, tuple[float, float, float]], weight: Fraction) -> None:
-        filled = np.full((3, len(tree)), 0.5 / cells)
-        for row, triple in fixed.items():
-            filled[:, row] = triple
+    def integrate(fixed: dict[int, tuple[float, ...]], weight: Fraction) -> None:
+        filled = np.zeros((3, len(tree)))
+        for row, points in fixed.items():
+            filled[:, row] = points
         result = verify(tree, target_probs, VerifyNoise(*filled), rule)
-        open_rows = [row for row in (0, *result.accepted_nodes) if row not in fixed]
-        if not open_rows:
+        unfixed = next((row for row in (0, *result.accepted_nodes) if row not in fixed), None)
+        if unfixed is None:
             law[result] = law.get(result, Fraction(0)) + weight
             return
-        row = open_rows[0]
-        has_probe = tree.probe_child(row) is not None
-        has_leads = rule == "rrsw" and has_probe and not tree.is_probe[next(tree.children(row))]
-        axes = [midpoints if used else midpoints[:1] for used in (has_probe, True, has_leads)]
-        share = weight / math.prod(len(axis) for axis in axes)
-        for triple in product(*axes):
-            integrate({**fixed, row: triple}, share)
+        for chosen in product(*cells[unfixed]):
+            points, widths = zip(*chosen, strict=True)
+            integrate({**fixed, unfixed: points}, weight * math.prod(widths))
 
     integrate({}, Fraction(1))
     return law
 
 
-def common_cells(tree: DraftTree, target_probs: Sequence[Sequence[Fraction]]) -> int:
-    """A number of cells whose edges hold every threshold of every decision that ``verify`` can take on this tree.
+def cells_between(edges: Iterable[Fraction]) -> list[tuple[float, Fraction]]:
+    """A float strictly inside each cell that ``edges`` cut [0, 1) into, and the cell's width."""
+    ends = sorted({Fraction(0), Fraction(1), *edges})
+    return [(float((low + high) / 2), high - low) for low, high in pairwise(ends)]
 
-    Thresholds are written out here from the definitions (cumulative sums of p, of p without the leads, and of the
-    residuals of both; p / q~), not taken from the walk's code.
+
+def cumulative(weights: Sequence[Fraction]) -> list[Fraction]:
+    """The thresholds of a draw by inverse CDF; none when there is no mass."""
+    total = sum(weights)
+    return [sum(weights[:stop], Fraction(0)) / total for stop in range(1, len(weights))] if total else []
+
+
+def thresholds(
+    tree: DraftTree, row: int, p: Sequence[Fraction], rule: Verification
+) -> tuple[set[Fraction], set[Fraction], set[Fraction]]:
+    """Every threshold of the accept, residual and lead uniforms of a row; none for a uniform that decides nothing.
+
+    Written out from the definitions (cumulative sums of p, of p without the leads in the tree, and of the residual;
+    p / q~), not taken from the walk's code.
     """
-    denominators = {1}
-
-    def add_cumulative(weights: list[Fraction]) -> None:
-        total = sum(weights)
-        if total > 0:
-            denominators.update((sum(weights[:stop]) / total).denominator for stop in range(len(weights) + 1))
-
-    for row in range(len(tree)):
-        p = list(target_probs[row])
-        add_cumulative(p)
-        if row not in tree.probe_laws:
-            continue
-        q = dict(zip(*tree.probe_laws[row], strict=True))
-        leads = [tree.token_ids[child] for child in tree.children(row) if child < (tree.probe_child(row) or 0)]
-        without = [Fraction(0) if token in leads else value for token, value in enumerate(p)]
-        total = sum(without)
-        for values in (p, [value / total for value in without] if total else p):
-            for token, mass in q.items():
-                if mass > 0:
-                    denominators.add(min(values[token] / mass, Fraction(1)).denominator)
-            add_cumulative([max(value - q.get(token, 0), Fraction(0)) for token, value in enumerate(values)])
-    return math.lcm(*denominators)
+    residual = set(cumulative(p))
+    if row not in tree.probe_laws:
+        return set(), residual, set()
+    q = dict(zip(*tree.probe_laws[row], strict=True))
+    siblings = [child for child in range(len(tree)) if tree.parents[child] == row]
+    probe = next(child for child in siblings if tree.is_probe[child])
+    leads = [tree.token_ids[child] for child in siblings if tree.slots[child] < tree.slots[probe]]
+    lead: set[Fraction] = set()
+    if rule == "rrsw" and leads:
+        lead = set(cumulative(p))
+        rest = [Fraction(0) if token in leads else value for token, value in enumerate(p)]
+        p = [value / sum(rest) for value in rest] if any(rest) else p
+    residual.update(cumulative([max(value - q.get(token, 0), Fraction(0)) for token, value in enumerate(p)]))
+    accept = min(p[tree.token_ids[probe]] / q[tree.token_ids[probe]], Fraction(1))
+    return {accept}, residual, lead

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -205,7 +206,7 @@ def random_law(rng: random.Random, vocab_size: int, *, denominator: int | None =
                 return law(*weights)
     cuts = sorted(rng.randrange(denominator + 1) for _ in range(vocab_size - 1))
     ends = [0, *cuts, denominator]
-    return tuple(Fraction(high - low, denominator) for low, high in zip(ends, ends[1:], strict=False))
+    return tuple(Fraction(high - low, denominator) for low, high in pairwise(ends))
 
 
 def random_case(rng: random.Random, vocab_size: int, *, denominator: int | None = None) -> Case:

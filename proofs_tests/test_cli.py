@@ -47,8 +47,10 @@ def tiny_model(seed: int, layers: int) -> LlamaForCausalLM:
 
 
 @pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """Replaces the loading of models; holds what the command asked for, and the tokenizer it will get."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads cost more than they give on models this small
     asked: dict[str, Any] = {"tokenizer": byte_tokenizer()}
 
     def from_pretrained(target: str, draft: str | None, config: RheoConfig, **where: Any) -> RheoDecoder:
@@ -59,7 +61,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(RheoDecoder, "from_pretrained", from_pretrained)
     monkeypatch.setenv("COLUMNS", "120")
-    return asked
+    yield asked
+    torch.set_num_threads(threads)
 
 
 def rheo(*arguments: str, stdin: str | None = None) -> Result:
@@ -106,9 +109,9 @@ def test_generate_reads_argument_option_and_input_alike(
 ) -> None:
     (tmp_path / "prompt.txt").write_text("once")
     ways = (["once"], ["--prompt", "once"], ["--file", str(tmp_path / "prompt.txt")]) if stdin is None else ([], ["-"])
-    texts = {rheo("generate", *way, "--json", "--seed", "1", *SMALL, stdin=stdin).stdout for way in ways}
-    assert len(texts) == 1
-    assert json.loads(texts.pop())["prompt"] == "once"
+    lines = [rheo("generate", *way, "--json", "--seed", "1", *SMALL, stdin=stdin).stdout for way in ways]
+    assert [json.loads(line)["prompt"] for line in lines] == ["once"] * len(ways)
+    assert len({json.loads(line)["text"] for line in lines}) == 1
 
 
 def test_generate_uses_the_chat_template_unless_raw(loaded: dict[str, Any]) -> None:
@@ -283,7 +286,7 @@ def test_turn_seed_starts_with_the_given_one_and_never_repeats() -> None:
     assert seeds[::50] == [0, 1, 2**64 - 1]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**64 for seed in seeds)
-    assert turn_seed(0, 1) == 12594850636258213353
+    assert turn_seed(0, 1) == 4881901421217228719
 
 
 @pytest.mark.parametrize("step", [1, 2])

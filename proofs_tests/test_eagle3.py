@@ -255,34 +255,38 @@ def test_eagle3_drafter_on_a_target_s_own_features():
 
 @pytest.mark.model
 def test_embedded_head_overlaps_with_the_embedded_target():
-    """Off-by-one indexing leaves a trained head with hardly any overlap; its record says 0.516 on average."""
+    """A trained head tells right indexing from wrong: one token off leaves an overlap 1 - TV(p, q) of about 0.1."""
     target = load_target("embedded")
     drafter = load_drafter("embedded", target)
     target.feature_layers = drafter.feature_layers
     assert drafter.feature_layers == (2, 15, 27)
     tokenizer = load_tokenizer("embedded")
-    answer = (
-        "Three rivers of Europe are the Danube, the Rhine and the Volga. The Danube flows through ten countries, "
-        "and the Volga is the longest river in Europe."
-    )
-    chat = [
-        {"role": "user", "content": "Name three rivers of Europe."},
-        {"role": "assistant", "content": answer},
-    ]
-    text = tokenizer(tokenizer.apply_chat_template(chat, tokenize=False))["input_ids"]
-    ancestors = torch.ones(1, len(text) - 1, len(text) - 1).tril().bool()
+    chat = [{"role": "user", "content": "Give me five tips for saving money as a student."}]
+    prompt = tokenizer(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))["input_ids"]
+    torch.manual_seed(0)
+    text = target.model.generate(
+        torch.tensor([prompt]), max_new_tokens=80, do_sample=True, temperature=0.7, top_k=0, pad_token_id=2
+    )[0].tolist()
     first, first_feature = target.prefill([text[:1]])
+    ancestors = torch.ones(1, len(text) - 1, len(text) - 1).tril().bool()
     logits, features = target.forward_tree(torch.tensor([text[1:]]), torch.arange(len(text) - 1)[None], ancestors)
     law = torch.cat([first[:, None], logits], dim=1)[0].double().softmax(-1)
     features = torch.cat([first_feature, features], dim=1)
-    overlaps = []
-    for t in range(len(text) // 2, len(text) - 1):
-        drafter.reset(torch.tensor(text[:1]))
-        drafted = drafter.advance(torch.tensor([text[1 : t + 1]]), torch.tensor([t]), features[:, :t])
-        proposal = torch.zeros(target.vocab_size, dtype=torch.float64)
-        proposal[drafter.vocab_map] = drafted[0].double().softmax(-1)
-        overlaps.append(float(torch.minimum(law[t], proposal).sum()))
-    assert sum(overlaps) / len(overlaps) > 0.35
+
+    def overlap(shift: int) -> float:
+        overlaps = []
+        for t in range(len(prompt), len(text) - 1):
+            drafter.reset(torch.tensor(text[:1]))
+            read = torch.tensor([text[1 - shift : t + 1 - shift]])
+            drafted = drafter.advance(read, torch.tensor([t]), features[:, :t])
+            proposal = torch.zeros(target.vocab_size, dtype=torch.float64)
+            proposal[drafter.vocab_map] = drafted[0].double().softmax(-1)
+            overlaps.append(float(torch.minimum(law[t], proposal).sum()))
+        return sum(overlaps) / len(overlaps)
+
+    right, one_off = overlap(0), overlap(1)
+    assert right > 0.3, (right, one_off)
+    assert right > 2 * one_off, (right, one_off)
 
 
 @pytest.mark.model

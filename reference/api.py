@@ -121,7 +121,8 @@ class DraftLaw:
             draft_support: how many of the largest logits are kept; ties at the cut go to the lower token id.
 
         Raises:
-            ValueError: wrong shape, NaN, +inf, every logit -inf, a negative or NaN temperature, or no support.
+            ValueError: wrong shape, NaN, +inf, every logit -inf, a negative, infinite or NaN temperature, or no
+                support.
         """
         values = np.asarray(logits, dtype=np.float64)
         if values.ndim != 1 or values.size == 0:
@@ -131,8 +132,8 @@ class DraftLaw:
             raise ValueError(f"logits[{int(bad[0])}] is {values[bad[0]]}; draft logits are finite or -inf")
         if np.isneginf(values).all():
             raise ValueError("logits are all -inf: no token is left")
-        if not temperature >= 0:
-            raise ValueError(f"temperature must be >= 0, got {temperature}")
+        if not 0 <= temperature < np.inf:
+            raise ValueError(f"temperature must be finite and >= 0, got {temperature}")
         _check_count("draft_support", draft_support, 1)
 
         kept = np.full(values.size, -np.inf)

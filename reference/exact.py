@@ -20,7 +20,7 @@ import numpy as np
 
 from reference.api import RheoConfig, Verification, VerifyResult
 from reference.growth import Draft, OfferedNode, build_tree
-from reference.numbers import Number, Vector, check_law
+from reference.numbers import Number, Vector, as_number, check_law
 from reference.slots import plan_slots
 from reference.tree import DraftTree, ProbeLaw
 from reference.verification import check_target, residual, without_tokens
@@ -88,7 +88,9 @@ class _BestFirst:
         self.plan = cache(lambda path: plan_slots(config, draft(path)))
 
     def start(self) -> PrefixTree:
-        return PrefixTree((), tuple(self._offer(None, 0)), 1, {})
+        weight = self.plan(()).weights[0]
+        one = weight / weight  # in the arithmetic of the draft's laws
+        return PrefixTree((), tuple(self._offer(None, 0)), one, {})
 
     def extend(self, prefix: PrefixTree) -> Iterator[PrefixTree]:
         """One T_{r+1} for each token that the next place may hold."""
@@ -325,7 +327,7 @@ def expected_acceptance_length(
     """
     _check_rule(rule)
     laws = check_target(tree, target_probs)
-    reached: list[Number] = [1, *([0] * (len(tree) - 1))]
+    reached: list[Number] = [as_number(1, laws[0]), *([0] * (len(tree) - 1))]
     length: Number = 0
     for row, law in enumerate(laws):
         entered, mass, last = _step_law(tree, row, law, rule)

@@ -1,8 +1,8 @@
 """Vectors of numbers that are either float64 or exact.
 
-The specification runs on both. A vector is *exact* when every entry is an integer or a ``fractions.Fraction``; it is
-then a NumPy object array of Fractions, and every sum, product and comparison below is exact. Anything else becomes
-float64. Nothing here rounds an exact vector.
+The specification runs on both. A vector is *exact* when it is given as ``fractions.Fraction``, integers among them or
+not; it is then a NumPy object array of Fractions, and every sum, product and comparison below is exact. Anything else,
+a vector of integers only included, becomes float64. Nothing here rounds an exact vector.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SUM_TOLERANCE = 1e-6  # a float law may miss one by this much: what a float32 so
 
 
 def as_vector(values: Sequence[Number] | Vector, name: str) -> Vector:
-    """Return ``values`` as a 1-D float64 array, or as an object array of Fractions when every entry is exact.
+    """Return ``values`` as a 1-D float64 array, or as an object array of Fractions when it holds Fractions.
 
     Args:
         values: [n] numbers.

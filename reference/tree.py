@@ -75,6 +75,8 @@ class DraftTree:
                     f"rows {seen_tokens[parent, token]} and {row} are siblings with the same token {token}"
                 )
             seen_tokens[parent, token] = row
+            if slot < 0:
+                raise ValueError(f"row {row} has slot {slot}; slots are not negative")
             if slot <= last_slot.get(parent, -1):
                 raise ValueError(f"row {row} has slot {slot}, after a sibling with slot {last_slot[parent]}")
             last_slot[parent] = slot

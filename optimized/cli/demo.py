@@ -27,7 +27,7 @@ PROMPTS = (
     "Give me three tips for learning a new language.",
 )
 WARM_UP_TOKENS = 8
-CPU_TREE = TreeOptions(branching=4, depth=4, tree_size=8)  # a processor pays for every row of a tree
+CPU_TREE = TreeOptions(branching=4, depth=3, tree_size=8)  # a processor pays for every row of a tree
 
 
 def demo(
@@ -96,13 +96,18 @@ def read_questions(path: Path) -> list[str]:
         ValueError: a line is not of that form; it is named.
     """
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:
-            prompts.append(str(json.loads(line)["turns"][0]))
-        except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(f'{path}, line {number}: expected a JSON object with "turns": ["..."]') from error
+            question = json.loads(line)
+        except ValueError:
+            question = None
+        match question:
+            case {"turns": [str(first), *_]}:
+                prompts.append(first)
+            case _:
+                raise ValueError(f'{path}, line {number}: expected a JSON object with "turns": ["..."]')
     if not prompts:
         raise ValueError(f"{path} holds no prompts")
     return prompts

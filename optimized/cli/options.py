@@ -125,9 +125,9 @@ class ModelOptions:
         Raises:
             ValueError: no such model, or options that contradict each other.
         """
+        _check_exists("--target", self.target)
+        _check_exists("--draft", self.draft)
         draft = self._draft()
-        for option, name in (("--target", self.target), ("--draft", draft)):
-            _check_exists(option, name)
         with working("loading the models (the embedded target is converted at its first start, about 20 s)"):
             import torch
             from transformers.utils import logging

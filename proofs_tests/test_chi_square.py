@@ -1,0 +1,250 @@
+"""Losslessness of the batched path, by frequencies: joint law of three tokens against the exact law of the target.
+
+Everything here is sampled by the parts that the decoder runs: ``grow_trees``, ``TargetLaws``, ``verify_trees`` and the
+Philox uniforms of ``StepRandomness``, step after step until three tokens are there. A batch mixes requests with
+different parameters; each group of equal parameters is a sample of its own. ``proofs_tests.statistics`` says what such
+a test can see.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from optimized.growth import grow_trees
+from optimized.randomness import StepNoise
+from optimized.sampling_params import SamplingParams
+from optimized.trees import TreeBatch
+from optimized.verification import verify_trees
+from proofs_tests.markov import BLOCK, MarkovModel, block_counts, block_law, sample_blocks, target_law
+from proofs_tests.statistics import Comparison, Family
+from reference.api import DraftLaw, GrowthNoise, RheoConfig, VerifyNoise
+from reference.growth import grow_tree
+from reference.verification import verify
+
+CHUNK = 12_000  # requests per batch
+RULES = ("rheo", "rrsw", "topk")
+SEEDS_PER_CASE = 2**40
+
+PLAIN = SamplingParams()
+COOL = SamplingParams(temperature=0.7)
+COLD = SamplingParams(temperature=0.3)
+HOT = SamplingParams(temperature=1.5)
+GREEDY = SamplingParams(temperature=0.0)
+TOP_K = SamplingParams(top_k=3)
+TOP_P = SamplingParams(top_p=0.8)
+MIN_P = SamplingParams(min_p=0.15)
+COOL_TOP_K = SamplingParams(temperature=0.7, top_k=5)
+HOT_TOP_P = SamplingParams(temperature=1.5, top_p=0.9)
+COLD_MIN_P = SamplingParams(temperature=0.3, min_p=0.05)
+ALL_FILTERS = SamplingParams(temperature=1.5, top_k=6, top_p=0.95, min_p=0.05)
+
+
+@dataclass(frozen=True)
+class MarkovCase:
+    """One batch after the other of the same mixture of requests.
+
+    Attributes:
+        name: what makes the draft hard to be lossless with.
+        draft: how its logits follow from the target's.
+        shape: (m, K, R, beam); every tree is three levels deep.
+        params: the requests' parameters, in turn.
+        vocab_size, order, scale: of the target; its logits are normal with this standard deviation.
+        draws: requests in all.
+        config: anything else that is not the default.
+    """
+
+    name: str
+    draft: str
+    shape: tuple[int, int, int, int]
+    params: tuple[SamplingParams, ...]
+    vocab_size: int = 8
+    order: int = 1
+    scale: float = 1.5
+    draws: int = 84_000
+    config: dict[str, int] = field(default_factory=dict)
+
+    def model(self) -> MarkovModel:
+        generator = torch.Generator().manual_seed(zlib.crc32(self.name.encode()))
+        shape = (self.vocab_size**self.order, self.vocab_size)
+        target = torch.randn(shape, generator=generator) * self.scale
+        vocab_map = None
+        if self.draft == "small vocabulary":
+            vocab_map = torch.arange(1, self.vocab_size, 2)
+        draft = draft_logits(self.draft, target, torch.randn(shape, generator=generator), vocab_map)
+        return MarkovModel(target, draft, self.order, vocab_map)
+
+    def rheo_config(self, rule: str) -> RheoConfig:
+        m, branching, size, beam = self.shape
+        proposal, verification = ("topk", "rheo") if rule == "topk" else ("rheo", rule)
+        return RheoConfig(m, branching, BLOCK, size, beam, proposal=proposal, verification=verification, **self.config)
+
+
+def draft_logits(kind: str, target: Tensor, noise: Tensor, vocab_map: Tensor | None) -> Tensor:
+    """Draft logits [contexts, draft vocab] for the target's [contexts, vocab]."""
+    match kind:
+        case "same":
+            return target.clone()
+        case "opposite":
+            return -target
+        case "noisy":
+            return target + noise
+        case "noisy bf16":
+            return (target + noise).bfloat16()
+        case "unrelated":
+            return 3 * noise
+        case "ties":
+            return (target + noise).round().clamp(-1, 1)
+        case "disjoint":  # each believes in its own half of the vocabulary; nothing is quite impossible
+            odd = torch.arange(target.shape[1]) % 2 == 1
+            target += torch.where(odd, 0.0, 3.0)
+            return noise + torch.where(odd, 3.0, 0.0)
+        case "small vocabulary":
+            return (target + noise)[:, vocab_map]
+    raise ValueError(kind)
+
+
+CASES = [
+    MarkovCase("draft equal to the target", "same", (1, 2, 4, 1), (PLAIN, COOL, TOP_P)),
+    MarkovCase("opposite rankings, m = 0", "opposite", (0, 2, 4, 2), (PLAIN, COOL, COLD)),
+    MarkovCase("opposite rankings, m = K-1", "opposite", (2, 3, 6, 1), (PLAIN, TOP_K, HOT_TOP_P)),
+    MarkovCase("nearly disjoint supports", "disjoint", (1, 3, 6, 1), (PLAIN, HOT)),
+    MarkovCase("many ties", "ties", (1, 3, 5, 2), (PLAIN, COOL_TOP_K, GREEDY)),
+    MarkovCase("many ties, m = 0", "ties", (0, 4, 6, 1), (PLAIN, COLD, MIN_P)),
+    MarkovCase("bfloat16 draft", "noisy bf16", (1, 2, 4, 2), (PLAIN, COOL, HOT, ALL_FILTERS)),
+    MarkovCase("small draft vocabulary", "small vocabulary", (0, 3, 5, 1), (PLAIN, COOL, TOP_P, GREEDY)),
+    MarkovCase("small draft vocabulary, m = K-1", "small vocabulary", (1, 2, 4, 2), (HOT, MIN_P), draws=48_000),
+    MarkovCase("no probe, m = K", "noisy", (2, 2, 4, 2), (PLAIN, TOP_K), draws=48_000),
+    MarkovCase("overconfident draft", "unrelated", (2, 4, 7, 1), (COOL, HOT, ALL_FILTERS), draws=72_000),
+    MarkovCase("two tokens of memory", "noisy", (1, 3, 6, 2), (PLAIN, COOL_TOP_K), order=2, draws=60_000),
+    MarkovCase("cut support of 5 in 17", "noisy", (1, 3, 6, 1), (COOL, COLD, COOL_TOP_K), 17, 1, 2.5, 48_000,
+               {"draft_support": 5}),
+    MarkovCase("opposite in 17", "opposite", (3, 4, 6, 1), (COOL, COLD_MIN_P), 17, 1, 2.5, 24_000),
+    MarkovCase("64 tokens", "noisy", (1, 4, 8, 1), (COLD, COOL_TOP_K), 64, 1, 2.5, 24_000),
+]  # fmt: skip
+DRAWS_PER_RULE = 1_000_000
+# What each single test, and the tests of everything at once, must be able to see, in total variation between cells.
+SINGLE_TV, EVERYTHING_TV = 0.07, {1: 0.0075, 2: 0.011, 3: 0.016}
+
+
+def sampled_counts(case: MarkovCase, rule: str, draws: int, first_seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Counts and law of each of the case's groups of parameters."""
+    model, config = case.model(), case.rheo_config(rule)
+    counts = [np.zeros(model.vocab_size**BLOCK, dtype=np.int64) for _ in case.params]
+    for start in range(first_seed, first_seed + draws, CHUNK):
+        blocks = sample_blocks(model, config, case.params, range(start, min(start + CHUNK, first_seed + draws)))
+        for group, count in enumerate(counts):
+            count += block_counts(blocks[group :: len(counts)], model.vocab_size)
+    return [(count, block_law(model, params)) for count, params in zip(counts, case.params, strict=True)]
+
+
+def first_tokens(values: np.ndarray, vocab_size: int, tokens: int) -> np.ndarray:
+    """Counts or law of the first tokens of each block."""
+    return values.reshape(vocab_size**tokens, -1).sum(axis=1)
+
+
+def check_rule(family: Family, rule: str, scale: int, seed: int) -> list[tuple[str, Comparison]]:
+    """Every case under one rule; ``scale`` multiplies the draws. Each group, then all of them together."""
+    groups: list[tuple[int, np.ndarray, np.ndarray]] = []
+    report = []
+    for index, case in enumerate(CASES):
+        sampled = sampled_counts(case, rule, case.draws * scale, seed + index * SEEDS_PER_CASE)
+        for params, (counts, law) in zip(case.params, sampled, strict=True):
+            label = f"{rule}, {case.name}, {asked(params)}"
+            report.append((label, family.compare(label, counts, law, min_detectable_tv=SINGLE_TV / scale**0.5)))
+            groups.append((case.vocab_size, counts, law))
+    for tokens, tv in EVERYTHING_TV.items():
+        samples = [
+            (first_tokens(counts, vocab, tokens), first_tokens(law, vocab, tokens)) for vocab, counts, law in groups
+        ]
+        label = f"{rule}, everything, first {tokens} tokens"
+        report.append((label, family.compare_together(label, samples, min_detectable_tv=tv / scale**0.5)))
+    return report
+
+
+def asked(params: SamplingParams) -> str:
+    """The parameters that are not the default, in words."""
+    changed = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    return ", ".join(f"{k} {v}" for k, v in changed.items() if v != getattr(PLAIN, k)) or "temperature 1"
+
+
+def tests_of_a_rule() -> int:
+    return sum(len(case.params) for case in CASES) + len(EVERYTHING_TV)
+
+
+def test_cases_cover_what_they_should():
+    assert sum(case.draws for case in CASES) >= DRAWS_PER_RULE
+    shapes = [case.shape for case in CASES]
+    assert {(m, k) for m, k, _, _ in shapes} >= {(0, 2), (1, 2), (2, 2), (0, 3), (1, 3), (2, 3), (0, 4), (2, 4), (3, 4)}
+    assert {case.vocab_size for case in CASES} == {8, 17, 64}
+    asked_for = [params for case in CASES for params in case.params]
+    assert {params.temperature for params in asked_for} == {0.0, 0.3, 0.7, 1.0, 1.5}
+    assert all(any(getattr(params, name) != getattr(PLAIN, name) for params in asked_for) for name in ("top_k", "top_p", "min_p"))
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("rule", RULES)
+def test_batched_path_emits_the_target_law(rule, record_property):
+    """A million blocks of three tokens per rule."""
+    with Family(f"chi square {rule}", tests_of_a_rule()) as family:
+        report = check_rule(family, rule, 1, seed=1 + RULES.index(rule) * 2**60)
+    record_property("comparisons", [(label, comparison) for label, comparison in report])
+
+
+@pytest.mark.lossless
+@pytest.mark.deep
+def test_batched_path_emits_the_target_law_ten_times_as_long():
+    with Family("chi square deep", tests_of_a_rule() * len(RULES)) as family:
+        for index, rule in enumerate(RULES):
+            check_rule(family, rule, 10, seed=3 * 2**62 + index * 2**58)
+
+
+def test_tree_contexts_are_those_of_the_paths():
+    case = next(case for case in CASES if case.order == 2)
+    model, config = case.model(), case.rheo_config("rheo")
+    roots = torch.tensor([3, 60])
+    noise = torch.rand(2, config.depth, config.beam_width, generator=torch.Generator().manual_seed(1))
+    trees = grow_trees(config, model.draft_logits[roots], model.drafter(roots), torch.ones(2), noise.double())
+    contexts = model.tree_contexts(trees, roots)
+    for b, root in enumerate(roots.tolist()):
+        tree = trees.to_tree(b)
+        for row in range(len(tree)):
+            last = ([root // 8, root % 8, *tree.path(row)])[-2:]
+            assert contexts[b, row] == last[0] * 8 + last[1]
+
+
+def test_target_law_by_hand():
+    logits = np.log([0.5, 0.3, 0.15, 0.05])
+    assert np.allclose(target_law(logits, replace(PLAIN, top_k=2)), [0.625, 0.375, 0, 0])
+    assert np.allclose(target_law(logits, replace(PLAIN, top_p=0.75)), [0.625, 0.375, 0, 0])
+    assert np.allclose(target_law(logits, replace(PLAIN, min_p=0.29)), [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0])
+    assert np.allclose(target_law(logits, replace(PLAIN, temperature=0.5)), np.square([10, 6, 3, 1]) / 146)
+    assert target_law(np.array([1.0, 2.0, 2.0]), GREEDY).tolist() == [0, 1, 0]
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("rule", ["rheo", "rrsw"])
+def test_uniform_of_zero_accepts_and_draws_nothing_impossible(rule):
+    """Uniforms of exactly 0 come up once in 2**24; with ``<=`` for ``<`` they would emit tokens of probability 0."""
+    config = RheoConfig(lead_tokens=1, branching=3, depth=1, tree_size=3)
+    draft = DraftLaw(np.array([0.5, 0.25, 0.125, 0.125]), np.array([0.5, 0.25, 0.125, 0.125]))
+    zeros = np.zeros(4)
+    for u in (0.0, 0.6):  # the probe is token 1, or token 2
+        tree = grow_tree(config, lambda path: draft, GrowthNoise(np.full((1, 3), u)))
+        probe = tree.token_ids[2]
+        laws = np.zeros((4, 4))
+        laws[:, 3] = 1.0
+        assert laws[0, probe] == 0
+        result = verify(tree, laws, VerifyNoise(zeros, zeros, zeros), rule)
+        assert result.token_ids == (3,)
+        batch = TreeBatch.from_trees([tree])
+        none = torch.zeros(1, 4, dtype=torch.float64)
+        noise = StepNoise(torch.zeros(1, 1, 3, dtype=torch.float64), none, none, none)
+        walk = verify_trees(batch, torch.from_numpy(laws)[None], noise, rule)
+        assert walk.token_ids[0].tolist() == [3, -1]
+        assert not walk.probes_accepted.any()
