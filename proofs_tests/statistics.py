@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from types import TracebackType
 
 import numpy as np
@@ -35,6 +36,7 @@ FAMILIES = (
     "chi square rrsw",
     "chi square topk",
     "chi square deep",
+    "real model",
     "statistical mutants",
 )
 """Every family of tests in the suite, by the name given to ``Family``; ``test_statistics`` checks the list."""
@@ -219,8 +221,8 @@ def pooled_cells(probabilities: NDArray[np.float64], draws: int) -> NDArray[np.i
     """Which cell each outcome belongs to, so that every cell expects at least ``MIN_EXPECTED`` draws.
 
     Depends on the law and on the sample size, never on what was drawn. Common outcomes are cells of their own. Rare ones
-    join their rare neighbours in the order given, so blocks that begin with the same tokens stay together; a last group
-    that stays too small joins the one before it.
+    join their rare neighbours in the order given, so blocks that begin with the same tokens stay together. A last group
+    that stays too small joins the one before it or, when it is the only one, the least common outcome.
 
     Args:
         probabilities: [outcomes] the law.
@@ -241,8 +243,10 @@ def pooled_cells(probabilities: NDArray[np.float64], draws: int) -> NDArray[np.i
         total += value
         if total >= MIN_EXPECTED:
             cell, total = cell + 1, 0.0
-    if cell > 0:
-        groups = np.minimum(groups, cell - 1)  # the incomplete group joins the last cell there is
+    if cell > common.size:
+        groups = np.minimum(groups, cell - 1)
+    elif common.size:
+        groups[:] = cell_of[common[np.argmin(expected[common])]]
     cell_of[rare] = groups
     return cell_of
 
@@ -262,6 +266,7 @@ def likelihood_ratio(observed: NDArray[np.float64], expected: NDArray[np.float64
     return float(2 * terms.sum() / correction)
 
 
+@cache
 def noncentrality(degrees: int, alpha: float, power: float = POWER) -> float:
     """The noncentrality that a chi-square test with these degrees of freedom detects at this level with this power."""
     critical = stats.chi2.isf(alpha, degrees)

@@ -161,7 +161,7 @@ def test_eagle3_drafter_equals_the_plain_head_along_every_path(lengths):
 def test_eagle3_drafter_packed():
     head = random_head()
     weights = dict(head.state_dict())
-    pack_linears(head)
+    assert pack_linears(head, min_weights=1) == 1 + 7 + 1
     drafter, embed = drafter_and_embedding(head)
     assert drafter.vocab_size == DRAFT_VOCAB
     check_steps(drafter, embed, weights, [2, 6])

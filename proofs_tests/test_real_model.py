@@ -12,8 +12,9 @@ import torch
 
 from optimized import GenerationError, RheoConfig, RheoDecoder, SamplingParams
 from optimized.trees import LevelNodes
-from proofs_tests.statistics import assert_same_law
-from reference import DraftLaw, Margin, grow_tree, verify
+from proofs_tests.statistics import Family
+from reference import DraftLaw, DraftTree, Margin, grow_tree, verify
+from reference.api import Proposal
 from reference.philox import growth_noise, verify_noise
 
 pytestmark = pytest.mark.model
@@ -127,41 +128,44 @@ class Recorder:
 
 def run_recorded(
     decoder: RheoDecoder, prompts: list[list[int]], params: list[SamplingParams], monkeypatch: pytest.MonkeyPatch
-) -> tuple[Recorder, list[Any]]:
+) -> tuple[Recorder, list[dict[int, tuple[DraftTree, list[int]]]]]:
+    """Every step's tree and walk by request, without the prompts' own step."""
+    requests = decoder._requests(prompts, params)
+    live, steps = list(range(len(prompts))), []
     with monkeypatch.context() as patch:
         recorder = Recorder(decoder, patch)
-        steps = [(trees, walk) for trees, walk, _ in decoder._steps(decoder._requests(prompts, params))]
-    return recorder, steps[1:]  # without the prompts' own step
+        for trees, walk, _ in decoder._steps(requests):
+            steps.append({b: (trees.to_tree(row), walk.token_ids[row].tolist()) for row, b in enumerate(live)})
+            live = [b for b in live if not requests[b].done]
+    return recorder, steps[1:]
 
 
 def test_the_same_seed_in_a_batch_diverges_only_inside_a_margin(
     decoder: RheoDecoder, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Batched float32 products differ in the last bits. The first step that differs must have had a close decision."""
+    prompts, diverged = prompts[:6], 0
     params = [SamplingParams(seed=i, max_new_tokens=32, min_new_tokens=32) for i in range(len(prompts))]
     _, together = run_recorded(decoder, prompts, params, monkeypatch)
-    diverged = 0
     for b, prompt in enumerate(prompts):
         recorder, alone = run_recorded(decoder, [prompt], [params[b]], monkeypatch)
-        for step, ((tree, walk), (batch_trees, batch_walk)) in enumerate(zip(alone, together, strict=False)):
-            same_tree = tree.to_tree(0).key == batch_trees.to_tree(b).key
-            if same_tree and torch.equal(walk.token_ids[0], batch_walk.token_ids[b]):
+        for step, (solo, batch) in enumerate(zip(alone, together, strict=False)):
+            (tree, walk), (batch_tree, batch_walk) = solo[0], batch[b]
+            if tree.key == batch_tree.key and walk == batch_walk:
                 continue
             diverged += 1
-            rows = len(tree.to_tree(0))
             margins: list[Margin] = []
             noise = growth_noise(b, step + 1, decoder.config.depth, decoder.config.beam_width)
-            again = grow_tree(decoder.config, recorder.draft_law(decoder, step, 0), noise, margins)
-            assert again.key == tree.to_tree(0).key
-            if same_tree:
+            assert grow_tree(decoder.config, recorder.draft_law(decoder, step, 0), noise, margins).key == tree.key
+            if tree.key == batch_tree.key:
                 margins.clear()
-                law = torch.softmax(recorder.target[step][0, :rows].double(), dim=-1).numpy()
-                verify(again, law, verify_noise(b, step + 1, rows), margins=margins)
+                law = torch.softmax(recorder.target[step][0, : len(tree)].double(), dim=-1).numpy()
+                verify(tree, law, verify_noise(b, step + 1, len(tree)), margins=margins)
             assert min(margin.value for margin in margins) < 1e-4, f"request {b}, step {step + 1}: {margins}"
             break
     with capsys.disabled():
         print(f"\n{diverged} of {len(prompts)} texts diverged in company, each at a decision within 1e-4")
-    assert diverged <= 3
+    assert diverged <= 2
 
 
 def test_same_seed_same_text_when_run_again(decoder: RheoDecoder, prompts: list[list[int]]) -> None:
@@ -188,23 +192,24 @@ def two_token_law(decoder: RheoDecoder, prompt: list[int], first: int, second: i
 
 
 @pytest.mark.lossless
-@pytest.mark.parametrize("proposal", ["rheo", "topk"])
-def test_the_first_two_tokens_follow_the_targets_law(decoder: RheoDecoder, proposal: Any) -> None:
-    """Chi-square on the joint counts of two tokens over seeds: the first from the prompt, the second from a tree."""
-    draws, batch, prompt = 2560, 64, decoder.tokenizer("The best way to")["input_ids"]
+def test_the_first_two_tokens_follow_the_targets_law(decoder: RheoDecoder) -> None:
+    """Joint counts over seeds against the exact law; the first token comes from the prompt, the second from a tree."""
+    draws, prompt = 2560, decoder.tokenizer("The best way to")["input_ids"]
     law = two_token_law(decoder, prompt, first=24, second=12)
-    decoder.config = RheoConfig(branching=3, depth=2, tree_size=4, proposal=proposal)
-    decoder.max_batch_size = batch
     params = [SamplingParams(seed=1000 + i, max_new_tokens=2, min_new_tokens=2) for i in range(draws)]
-    counts: Counter[tuple[int, int]] = Counter()
-    accepted = 0
-    for result in decoder.generate([prompt] * draws, params):
-        first, second = result.token_ids
-        block = (first, second) if (first, second) in law else (first, -1) if (first, -1) in law else (-1, -1)
-        counts[block] += 1
-        accepted += result.metrics.accepted_per_level[0]
-    assert accepted > 0.2 * draws
-    assert_same_law(counts, law, alpha=FAMILY_ALPHA, min_detectable_tv=0.12)
+    proposals: tuple[Proposal, ...] = ("rheo", "topk")
+    with Family("real model", tests=len(proposals)) as family:
+        for proposal in proposals:
+            decoder.config = RheoConfig(branching=3, depth=2, tree_size=4, proposal=proposal)
+            counts: Counter[tuple[int, ...]] = Counter()
+            accepted = 0
+            for result in decoder.generate([prompt] * draws, params):
+                first, second = result.token_ids
+                named = next(block for block in ((first, second), (first, -1), (-1, -1)) if block in law)
+                counts[named] += 1
+                accepted += result.metrics.accepted_per_level[0]
+            assert accepted > 0.2 * draws  # the second token did come from the tree
+            family.compare(proposal, counts, law, min_detectable_tv=0.12)
 
 
 def test_wrong_input_is_refused_and_the_decoder_goes_on(

@@ -27,7 +27,7 @@ NUMBERS = pytest.mark.parametrize("exact", [True, False], ids=["fractions", "flo
 
 
 def walk(root, *, accept=0.0, residual=0.0, lead=0.0, rule="rheo", exact=True, leaf=(0.0, 0.0)):
-    """Verify TREE with these uniforms at the root; ``leaf``: the residual uniforms of row 1 and of the rows after it."""
+    """Verify TREE with these uniforms at the root; ``leaf``: the residual uniforms of row 1 and of later rows."""
     noise = VerifyNoise(
         accept_uniforms=np.array([accept, 0.9, 0.9, 0.9, 0.9]),
         residual_uniforms=np.array([residual, leaf[0], *[leaf[1]] * 3]),

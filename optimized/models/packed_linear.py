@@ -1,7 +1,7 @@
 """Linear layers with weights prepacked for a few rows at a time, on CPUs in float32.
 
 A tree pass multiplies 2 to 64 rows with every weight. The default GEMM packs the weight anew in each call, which costs
-as much as the product itself at these sizes; oneDNN packs once, at load time.
+about as much as the product itself at these sizes; oneDNN packs once, at load time.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 ROWS_HINT = 16  # the packed layout is chosen for this many rows; 16 was fastest, or close to it, from 2 to 200 rows
+MIN_WEIGHTS = 2**18  # smaller layers stay plain: they gain nothing
 
 
 def packing_available() -> bool:
@@ -17,40 +18,38 @@ def packing_available() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(nn.Linear):
     """``nn.Linear`` for inference in float32 on a CPU; same result up to rounding.
 
-    The packed weight replaces the plain one, so memory does not grow (a weight tied to an embedding stays in the
-    embedding, and the packed copy comes on top).
+    It shares the weight of the layer it replaces and holds a packed copy beside it: a single row is a matrix-vector
+    product, which reads the plain weight faster.
 
     Args:
         linear: the layer to replace.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight = linear.weight
+        self.bias = linear.bias
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS_HINT)
-        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach(), requires_grad=False)
-
-    @property
-    def weight(self) -> Tensor:
-        """[out_features, in_features] float32, unpacked anew at every access."""
-        return self.packed.to_dense()
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., in_features] float32 -> [..., out_features]."""
+        if inputs.numel() == self.in_features:
+            return super().forward(inputs)
         return torch.ops.mkldnn._linear_pointwise(inputs, self.packed, self.bias, "none", [], "")
 
-    def extra_repr(self) -> str:
-        """As ``nn.Linear`` shows itself."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
+def pack_linears(model: nn.Module, min_weights: int = MIN_WEIGHTS) -> int:
+    """Replace, in place, the float32 ``nn.Linear`` layers on the CPU; the model is for inference only afterwards.
 
-def pack_linears(model: nn.Module) -> int:
-    """Replace, in place, every float32 ``nn.Linear`` on the CPU; the model is for inference only afterwards.
+    Other dtypes are left alone: oneDNN packs bfloat16 only for CPUs with AVX-512 or AVX-NE-CONVERT. The packed copies
+    take as much memory again as the layers they are of.
 
-    Other dtypes are left alone: oneDNN packs bfloat16 only for CPUs with AVX-512 or AVX-NE-CONVERT.
+    Args:
+        model: in evaluation mode, frozen.
+        min_weights: layers with fewer weights stay as they are.
 
     Returns:
         How many layers were replaced; 0 where this build of torch cannot pack.
@@ -61,7 +60,9 @@ def pack_linears(model: nn.Module) -> int:
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             # The exact class: a subclass may compute something else.
-            if type(child) is nn.Linear and child.weight.device.type == "cpu" and child.weight.dtype == torch.float32:
+            if type(child) is not nn.Linear or child.weight.numel() < min_weights:
+                continue
+            if child.weight.device.type == "cpu" and child.weight.dtype == torch.float32:
                 setattr(module, name, PackedLinear(child).train(child.training))
                 replaced += 1
     return replaced
