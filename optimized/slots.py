@@ -35,7 +35,7 @@ def rank_logits(logits: Tensor, support: int) -> tuple[Tensor, Tensor]:
     """The largest logits of each row, best first, ties by lower id; ``torch.topk`` alone promises no order among ties.
 
     Args:
-        logits: [..., vocab] float16, bfloat16 or float32, no NaN.
+        logits: [..., vocab] float16, bfloat16 or float32; NaN ranks first.
         support: how many to keep.
 
     Returns:
@@ -73,9 +73,8 @@ def level_slots(
         vocab_map: [draft vocab] long, increasing, the target id of each draft id; None when they are the same.
     """
     m, branching = config.lead_tokens, config.branching
-    top = logits.amax(dim=-1)
-    failed = ~torch.isfinite(top)
-    kept, ids = rank_logits(torch.where(failed.unsqueeze(-1), 0.0, logits), config.draft_support)
+    kept, ids = rank_logits(logits, config.draft_support)
+    failed = ~torch.isfinite(kept[..., 0])  # NaN ranks first; where it or +inf does, q is NaN and nothing is ranked
     if vocab_map is not None:
         ids = vocab_map[ids]
     support = kept.shape[-1]
@@ -87,8 +86,7 @@ def level_slots(
     num_slots = num_ranked.clamp(max=branching)
 
     schedule = torch.arange(branching, device=logits.device)
-    index = schedule.expand(*top.shape, branching)
-    log_weights: Tensor
+    index = schedule.expand(*failed.shape, branching)
     if config.proposal == "rheo" and m < branching and m < support:
         greedy = (temperatures < GREEDY_TEMPERATURE).view(-1, 1, 1)
         has_probe = ~greedy & (num_ranked > m)
@@ -111,13 +109,13 @@ def level_slots(
         weights = torch.where(is_probe, proxy, q.gather(-1, index.clamp(max=support - 1)))
     else:
         law = torch.zeros_like(q)
-        is_probe = torch.zeros(*top.shape, branching, dtype=torch.bool, device=logits.device)
+        is_probe = torch.zeros(*failed.shape, branching, dtype=torch.bool, device=logits.device)
         weights = q.gather(-1, index.clamp(max=support - 1))
-    log_weights = torch.where((schedule < num_slots) & ~failed.unsqueeze(-1), weights.log(), -torch.inf)
+    log_weights = torch.where(schedule < num_slots, weights.log(), -torch.inf)
     return LevelSlots(
         token_ids=ids.gather(-1, index.clamp(max=support - 1)),
         log_weights=log_weights,
-        is_probe=is_probe & ~failed.unsqueeze(-1),
+        is_probe=is_probe,
         law_ids=ids,
         law=law,
         failed=failed,

@@ -166,8 +166,10 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     """
     cumulative = weights.cumsum(dim=1)
     index = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
-    last = weights.shape[1] - 1 - (weights > 0).flip(1).int().argmax(dim=1, keepdim=True)
-    return torch.minimum(index, last).squeeze(1)
+    if weights.device.type != "cpu" or (index == weights.shape[1]).any():
+        last = weights.shape[1] - 1 - (weights > 0).flip(1).int().argmax(dim=1, keepdim=True)
+        index = torch.minimum(index, last)
+    return index.squeeze(1)
 
 
 def _child_with(trees: TreeBatch, among: Tensor, token: Tensor) -> Tensor:

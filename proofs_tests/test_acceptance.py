@@ -97,7 +97,7 @@ def random_layers(size: int):
         yield q, p, branching, rng.randrange(0, branching + 2), sampling
 
 
-@sizes(700, 40000)
+@sizes(700, 8000)
 def test_single_layer_equals_enumeration(size):
     for q, p, branching, lead_tokens, sampling in random_layers(size):
         for rule in ("topk", "rheo", "rrsw"):
@@ -111,7 +111,7 @@ def test_single_layer_equals_enumeration(size):
             )
 
 
-@sizes(1000, 20000)
+@sizes(1000, 8000)
 def test_rrsw_layer_equals_its_definition(size):
     """Leads one after the other, then the probe, then the fills: recursive rejection written as it is told."""
     for q, p, branching, lead_tokens, sampling in random_layers(size):
@@ -143,7 +143,7 @@ def test_rrsw_layer_equals_its_definition(size):
         assert rate == single_layer(q, p, branching, lead_tokens, "rrsw", sampling)
 
 
-@sizes(1500, 40000)
+@sizes(1500, 8000)
 def test_optimal_transport_is_the_minimum_cut(size):
     for q, p, branching, lead_tokens, sampling in random_layers(size):
         bound = optimal_transport(q, p, branching, lead_tokens, sampling)
@@ -167,7 +167,7 @@ def test_optimal_transport_is_the_value_of_the_linear_program(size):
     assert solved > size // 4
 
 
-@sizes(1500, 40000)
+@sizes(1500, 8000)
 def test_no_rule_beats_the_bound(size):
     for q, p, branching, lead_tokens, sampling in random_layers(size):
         bound = optimal_transport(q, p, branching, lead_tokens, sampling)
@@ -175,7 +175,7 @@ def test_no_rule_beats_the_bound(size):
         assert single_layer(q, p, branching, lead_tokens, "rrsw", sampling) <= bound
 
 
-@sizes(1500, 40000)
+@sizes(1500, 8000)
 def test_rheo_reaches_the_bound_of_the_greedy_draft(size):
     """m = K - 1 is the greedy multi-draft of Hu et al.: K - 1 top tokens and one sampled; the rate is the optimum.
 

@@ -163,7 +163,7 @@ def test_output_law_in_floats_is_the_target_law_up_to_rounding():
 # --- Equivalence classes -------------------------------------------------------------------------------------------
 
 
-def test_tree_classes_of_the_design_example():
+def test_tree_classes_tell_a_probe_from_a_fill_of_the_same_token():
     found = {tree.key: probability for tree, probability in tree_classes(TWO_CLASSES, example_draft)}
     assert found == {
         ((0, 0, 0, True), (0, 1, 1, False)): Fraction(1, 2),  # the probe is 0, the fill 1

@@ -56,7 +56,7 @@ every_hard_case = pytest.mark.parametrize("name", HARD_CASES_BY_NAME)
 
 
 @every_hard_case
-def test_lemma_order(name):
+def test_lemma_1_order(name):
     """T_r is closed under parents, siblings join in schedule order, so a probe precedes its fills."""
     case = HARD_CASES_BY_NAME[name]
     for config in lemma_configs(5):
@@ -70,7 +70,7 @@ def test_lemma_order(name):
 
 
 @sizes(200, 5000)
-def test_lemma_order_of_one_node(size):
+def test_lemma_1_order_of_one_node(size):
     """q(x_m) >= proxy >= q(x_{m+1}): weights never increase along the schedule, whatever the probe's token."""
 
     @given(case=cases(max_vocab=6), config=rheo_configs(max_branching=5))
@@ -93,7 +93,7 @@ def test_lemma_order_of_one_node(size):
 
 
 @every_hard_case
-def test_lemma_predictability(name):
+def test_lemma_2_predictability(name):
     """The place (parent, slot, whether it is a probe's) of N_{r+1}, or that there is none, is a function of T_r."""
     case = HARD_CASES_BY_NAME[name]
     for config in lemma_configs(5):
@@ -109,7 +109,7 @@ def test_lemma_predictability(name):
 
 
 @every_hard_case
-def test_lemma_cylinder(name):
+def test_lemma_3_cylinder(name):
     """P(T_r = t) is the product of q~ over the probes in t, and the next probe is a fresh draw from q~."""
     case = HARD_CASES_BY_NAME[name]
     for config in lemma_configs(5):
@@ -157,7 +157,7 @@ def drawn_from(case: Case, config: RheoConfig, path: tuple[int, ...]) -> Fractio
     ],
 )
 @every_hard_case
-def test_one_step_is_a_martingale(name, branching, depth, tree_size, rule):
+def test_lemma_4_one_step(name, branching, depth, tree_size, rule):
     """Lemma 4: E[P(output starts with Seq | T_{r+1}) | T_r] = P(output starts with Seq | T_r), for every Seq."""
     case = HARD_CASES_BY_NAME[name]
     for config in configs([branching], [depth], beams=(2,), tree_size=tree_size):
@@ -166,7 +166,7 @@ def test_one_step_is_a_martingale(name, branching, depth, tree_size, rule):
 
 @pytest.mark.lossless
 @sizes(40, 2000)
-def test_one_step_is_a_martingale_on_drawn_laws(size):
+def test_lemma_4_one_step_on_drawn_laws(size):
     @given(case=cases(), config=rheo_configs(max_size=5))
     @exact_settings(size)
     def check(case, config):

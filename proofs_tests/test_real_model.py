@@ -194,7 +194,7 @@ def two_token_law(decoder: RheoDecoder, prompt: list[int], first: int, second: i
 @pytest.mark.lossless
 def test_the_first_two_tokens_follow_the_targets_law(decoder: RheoDecoder) -> None:
     """Joint counts over seeds against the exact law; the first token comes from the prompt, the second from a tree."""
-    draws, prompt = 2560, decoder.tokenizer("The best way to")["input_ids"]
+    draws, prompt = 1536, decoder.tokenizer("The best way to")["input_ids"]
     law = two_token_law(decoder, prompt, first=24, second=12)
     params = [SamplingParams(seed=1000 + i, max_new_tokens=2, min_new_tokens=2) for i in range(draws)]
     proposals: tuple[Proposal, ...] = ("rheo", "topk")
@@ -209,7 +209,7 @@ def test_the_first_two_tokens_follow_the_targets_law(decoder: RheoDecoder) -> No
                 counts[named] += 1
                 accepted += result.metrics.accepted_per_level[0]
             assert accepted > 0.2 * draws  # the second token did come from the tree
-            family.compare(proposal, counts, law, min_detectable_tv=0.12)
+            family.compare(proposal, counts, law, min_detectable_tv=0.16)
 
 
 def test_wrong_input_is_refused_and_the_decoder_goes_on(
@@ -236,7 +236,8 @@ def test_wrong_input_is_refused_and_the_decoder_goes_on(
 
     def nan_in_row_one(*args: Any) -> Any:
         logits, features = forward_tree(*args)
-        logits[1] = torch.nan
+        if len(logits) > 1:
+            logits[1] = torch.nan
         return logits, features
 
     with monkeypatch.context() as patch:

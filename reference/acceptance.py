@@ -1,4 +1,4 @@
-"""How often a single layer accepts: Theorem 3 and the bound that no verification can beat (docs/theory.md).
+"""How often a single layer accepts: Theorem 3 and the bound that no verification can beat (docs/acceptance.md).
 
 One node, all of its slots in the tree, no further level. The rate is the probability that the next token is one of the
 slots' tokens, i.e. that the walk goes down. Tokens are ranked by q; x_1, x_2, ... as everywhere. The results are exact
@@ -13,7 +13,6 @@ from typing import Literal, get_args
 import numpy as np
 
 from reference.api import DraftLaw, RheoConfig
-from reference.exact import expected_acceptance_length, tree_classes
 from reference.numbers import Number, Vector, check_law
 from reference.slots import SlotPlan, plan_slots
 
@@ -36,7 +35,8 @@ def single_layer(
     - "rheo": p(x_1..x_{K-1}) + sum_{j>=K} min(p, q~)(x_j) + rho max(0, p - q~)(x_K), where
       rho = sum_{j=m+1..K} max(0, q~ - p)(x_j) / sum_{j>m} max(0, q~ - p)(x_j).
       The slots are x_1..x_K when the probe is one of them, else x_1..x_{K-1} and the probe: only x_K is at stake.
-    - "rrsw": no closed form; enumerated over the probe's tokens.
+    - "rrsw": lambda + (1 - lambda) R, lambda = p(x_1..x_m), R being what "rheo" accepts at the probe and the fills
+      alone when the target's law is p without the leads, normalised.
 
     Args:
         q: [vocab_size] the draft's construction law, in token ids, not necessarily sorted.
@@ -51,21 +51,24 @@ def single_layer(
     """
     if rule not in get_args(LayerRule):
         raise ValueError(f"rule must be one of {get_args(LayerRule)}, got {rule!r}")
-    config, draft, target, plan = _layer(q, p, branching, lead_tokens, sampling)
+    target, plan = _layer(q, p, branching, lead_tokens, sampling)
     if rule == "topk" or plan.probe_law is None:
         return target[list(plan.tokens[:branching])].sum()
-    if rule == "rrsw":
-        enumerated: Number = 0
-        for tree, probability in tree_classes(config, lambda path: draft):
-            enumerated += probability * (expected_acceptance_length(tree, [target] * len(tree), "rrsw") - 1)
-        return enumerated
-    p_tail, q_tail = target[list(plan.tokens[lead_tokens:])], plan.probe_law[1]
-    last = branching - lead_tokens - 1  # where x_K stands in the tail
+    leads, tail = list(plan.tokens[:lead_tokens]), list(plan.tokens[lead_tokens:])
+    lead_rate, q_tail = target[leads].sum(), plan.probe_law[1]
+    if rule == "rheo":
+        return lead_rate + _tail_rate(target[tail], q_tail, branching - lead_tokens)
+    left = np.delete(target, leads).sum()
+    return lead_rate + (left * _tail_rate(target[tail] / left, q_tail, branching - lead_tokens) if left > 0 else 0)
+
+
+def _tail_rate(p_tail: Vector, q_tail: Vector, slots: int) -> Number:
+    """What the probe and the fills accept together: the sums of "rheo" behind the leads, for ``slots`` = K - m."""
+    last = slots - 1  # where x_K stands in the tail
     turned_down = np.maximum(q_tail - p_tail, 0)
-    rate = target[list(plan.tokens[: branching - 1])].sum() + np.minimum(p_tail, q_tail)[last:].sum()
+    rate = p_tail[:last].sum() + np.minimum(p_tail, q_tail)[last:].sum()
     if last < p_tail.size and turned_down.sum() > 0:
-        rho = turned_down[: last + 1].sum() / turned_down.sum()
-        rate += rho * max(p_tail[last] - q_tail[last], 0)
+        rate += turned_down[:slots].sum() / turned_down.sum() * max(p_tail[last] - q_tail[last], 0)
     return rate
 
 
@@ -87,7 +90,7 @@ def optimal_transport(
     Raises:
         ValueError: as ``single_layer``.
     """
-    _, _, target, plan = _layer(q, p, branching, lead_tokens, sampling)
+    target, plan = _layer(q, p, branching, lead_tokens, sampling)
     if plan.probe_law is None:
         return target[list(plan.tokens[:branching])].sum()
     p_tail, q_tail = target[list(plan.tokens[lead_tokens:])], plan.probe_law[1]
@@ -104,10 +107,10 @@ def _layer(
     branching: int,
     lead_tokens: int,
     sampling: Sequence[Number] | Vector | None,
-) -> tuple[RheoConfig, DraftLaw, Vector, SlotPlan]:
+) -> tuple[Vector, SlotPlan]:
     config = RheoConfig(lead_tokens=lead_tokens, branching=branching, depth=1, tree_size=branching)
     draft = DraftLaw(q, q if sampling is None else sampling)
     target = check_law(p, "p")
     if target.size != draft.vocab_size:
         raise ValueError(f"p has {target.size} entries and q has {draft.vocab_size}; they must agree")
-    return config, draft, target, plan_slots(config, draft)
+    return target, plan_slots(config, draft)
