@@ -26,6 +26,7 @@ from optimized.verification import VerifyBatch, verify_trees
 from reference.api import RheoConfig, VerifyResult
 from reference.tree import DraftTree, root_only
 
+STEPS_AHEAD = 8  # random numbers are made for so many steps at once
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor
 
 
@@ -194,8 +195,9 @@ class RheoDecoder:
         logits = logits.unsqueeze(1)
         trees = TreeBatch.from_trees([root_only()] * len(live), device)
         clock.enter("sampling")
-        noise = randomness.at(torch.zeros(len(live), dtype=torch.long, device=device))
+        noises = randomness.ahead(torch.zeros(len(live), dtype=torch.long, device=device), STEPS_AHEAD)
         for step in itertools.count():
+            noise = noises[step % STEPS_AHEAD]
             laws = TargetLaws(logits, sampling, trees)
             walk = verify_trees(trees, laws, noise, config.verification)
             sampling.observe(walk.token_ids, walk.counts)
@@ -220,6 +222,7 @@ class RheoDecoder:
                 committed = committed.select(index)
                 sampling.select(keep)
                 randomness.select(index)
+                noises = [noise.select(index) for noise in noises]
                 self.target.select(index)
                 if self.drafter is not None and step > 0:
                     self.drafter.select(index)
@@ -227,8 +230,9 @@ class RheoDecoder:
                 self.drafter.reset(torch.tensor([request.prompt[0] for request in live], device=device))
 
             clock.enter("sampling")
-            noise = randomness.at(torch.full((len(live),), step + 1, device=device))
-            trees = self._draft(committed, sampling.temperatures, noise, clock)
+            if (step + 1) % STEPS_AHEAD == 0:
+                noises = randomness.ahead(torch.full((len(live),), step + 1, device=device), STEPS_AHEAD)
+            trees = self._draft(committed, sampling.temperatures, noises[(step + 1) % STEPS_AHEAD], clock)
             clock.enter("target")
             token_ids = torch.cat([committed.last, trees.token_ids[:, 1:]], dim=1)
             logits, features = self.target.forward_tree(token_ids, trees.depths, trees.ancestors())

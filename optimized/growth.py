@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from optimized.ranges import arange, levels_of
 from optimized.slots import LevelSlots, level_slots
 from optimized.trees import LevelNodes, TreeBatch
 from reference.api import RheoConfig
@@ -75,30 +76,24 @@ def _prune(
 ) -> TreeBatch:
     """Keep the best ``tree_size`` of all offered nodes and number them level-major."""
     batch, device = scores[0].shape[0], scores[0].device
-    rows = config.tree_size + 1
     offered = torch.cat([score.flatten(1) for score in scores], dim=1)
     count = offered.shape[1]
+    size = min(config.tree_size, count)
+    rows = size + 1
     ranking = offered.sort(dim=1, descending=True, stable=True)
-    kept = ranking.indices[:, : config.tree_size]
-    kept = torch.where(ranking.values[:, : config.tree_size] > -torch.inf, kept, count).sort(dim=1).values
-    if kept.shape[1] < config.tree_size:
-        kept = torch.nn.functional.pad(kept, (0, config.tree_size - kept.shape[1]), value=count)
+    kept = ranking.indices[:, :size]
+    kept = torch.where(ranking.values[:, :size] > -torch.inf, kept, count).sort(dim=1).values
     exists = kept < count
     index = kept.clamp(max=count - 1)
 
     def pick(values: Tensor, padding: int | float | bool) -> Tensor:
-        picked = values.gather(1, index)
-        return torch.where(exists, picked, torch.tensor(padding, dtype=values.dtype, device=device))
+        return values.gather(1, index).masked_fill(~exists, padding)
 
     # An expanded node is known by its place among all expanded nodes; an offered one by its place among all offered.
     widths = [slots.token_ids.shape[1] for slots in levels]
     first_expanded = [sum(widths[:level]) for level in range(len(levels))]
     first_offered = [width * config.branching for width in first_expanded]
-    places = torch.arange(count, device=device)
-    parent_expanded = places // config.branching
-    level_of = torch.cat(
-        [torch.full((w * config.branching,), level + 1, device=device) for level, w in enumerate(widths)]
-    )
+    level_of = levels_of(tuple(widths), config.branching, device)
     offer_of_expanded = torch.cat(
         [torch.full((batch, 1), count, device=device)]
         + [best + first for best, first in zip(expanded_offers, first_offered, strict=False)],
@@ -106,9 +101,9 @@ def _prune(
     )
 
     row_of = torch.zeros(batch, count + 1, dtype=torch.long, device=device)  # the root's, and 0 for whatever is pruned
-    row_of.scatter_(1, kept, torch.arange(1, rows, device=device).expand(batch, -1))
+    row_of.scatter_(1, kept, arange(rows, device)[1:].expand(batch, -1))
     row_of[:, count] = 0
-    parent_expanded = pick(parent_expanded.expand(batch, -1), 0)
+    parent_expanded = torch.where(exists, index // config.branching, 0)
     parents = torch.where(exists, row_of.gather(1, offer_of_expanded.gather(1, parent_expanded)), -1)
 
     is_probe = pick(torch.cat([slots.is_probe.flatten(1) for slots in levels], dim=1), False)
@@ -122,8 +117,8 @@ def _prune(
     return TreeBatch(
         token_ids=with_root(pick(torch.cat([slots.token_ids.flatten(1) for slots in levels], dim=1), 0), -1),
         parents=with_root(parents, -1),
-        depths=with_root(pick(level_of.expand(batch, -1), 0), 0),
-        slots=with_root(pick((places % config.branching).expand(batch, -1), 0), 0),
+        depths=with_root(torch.where(exists, level_of[index], 0), 0),
+        slots=with_root(torch.where(exists, index % config.branching, 0), 0),
         is_probe=with_root(is_probe, False),
         log_scores=with_root(pick(offered, -torch.inf), 0.0),
         num_nodes=exists.sum(dim=1) + 1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -44,6 +44,10 @@ class StepNoise:
     residual_uniforms: Tensor
     lead_uniforms: Tensor
 
+    def select(self, keep: Tensor) -> StepNoise:
+        """Only these requests of the batch."""
+        return StepNoise(*(getattr(self, item.name)[keep] for item in fields(self)))
+
 
 class StepRandomness:
     """The random numbers of a batch of requests, a pure function of each one's seed and own step count.
@@ -78,10 +82,21 @@ class StepRandomness:
         Args:
             steps: [batch] long, how many steps each request has made.
         """
-        counter = (self._nodes, steps.unsqueeze(1), self._purposes, torch.zeros_like(self._nodes))
-        word0, word1, _, _ = philox4x32(counter, (self._keys[:, :1], self._keys[:, 1:]))
+        return self.ahead(steps, 1)[0]
+
+    def ahead(self, steps: Tensor, count: int) -> list[StepNoise]:
+        """The uniforms of ``count`` steps, the first being ``steps``; together they cost hardly more than one.
+
+        Args:
+            steps: [batch] long.
+            count: how many steps.
+        """
+        each = steps.view(-1, 1, 1) + torch.arange(count, device=steps.device).unsqueeze(1)
+        counter = (self._nodes, each, self._purposes, torch.zeros_like(self._nodes))
+        word0, word1, _, _ = philox4x32(counter, (self._keys[:, 0].view(-1, 1, 1), self._keys[:, 1].view(-1, 1, 1)))
         coarse = (word0 >> 8).double() * 2.0**-24
         fine = ((word0 << 21) | (word1 >> 11)).double() * 2.0**-53
-        probe, accept, _, _ = coarse.split(self._sizes, dim=1)
-        _, _, residual, lead = fine.split(self._sizes, dim=1)
-        return StepNoise(probe.reshape(-1, self.depth, self.beam), accept, residual, lead)
+        probe, accept, _, _ = coarse.split(self._sizes, dim=2)
+        _, _, residual, lead = fine.split(self._sizes, dim=2)
+        shape = (-1, self.depth, self.beam)
+        return [StepNoise(probe[:, i].reshape(shape), accept[:, i], residual[:, i], lead[:, i]) for i in range(count)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from optimized.ranges import arange
 from reference.api import GREEDY_TEMPERATURE, RheoConfig
 
 
@@ -53,7 +54,7 @@ def rank_logits(logits: Tensor, support: int) -> tuple[Tensor, Tensor]:
         places = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.float32)  # exact below 2**24
         lowest = torch.where(tied, -places, -torch.inf).topk(support, dim=-1).indices
         above = (best.values > cut).sum(dim=-1, keepdim=True)
-        order = torch.arange(support, device=logits.device).expand_as(ids)
+        order = arange(support, logits.device).expand_as(ids)
         ids = torch.where(order < above, ids, lowest.gather(-1, (order - above).clamp(min=0)))
     ids = ids.sort(dim=-1).values
     ranking = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
@@ -78,14 +79,14 @@ def level_slots(
     if vocab_map is not None:
         ids = vocab_map[ids]
     support = kept.shape[-1]
-    place = torch.arange(support, device=logits.device)
+    place = arange(support, logits.device)
 
     q = torch.softmax(kept, dim=-1)
     ranked = q > 0
     num_ranked = ranked.sum(dim=-1, keepdim=True)
     num_slots = num_ranked.clamp(max=branching)
 
-    schedule = torch.arange(branching, device=logits.device)
+    schedule = arange(branching, logits.device)
     index = schedule.expand(*failed.shape, branching)
     if config.proposal == "rheo" and m < branching and m < support:
         greedy = (temperatures < GREEDY_TEMPERATURE).view(-1, 1, 1)

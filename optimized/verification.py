@@ -13,6 +13,7 @@ from typing import Protocol, get_args
 import torch
 from torch import Tensor
 
+from optimized.ranges import arange
 from optimized.trees import TreeBatch
 from reference.api import Verification
 
@@ -113,7 +114,7 @@ class _Step:
 
 def _step(trees: TreeBatch, row: Tensor, law: Tensor, noise: WalkNoise, rule: Verification) -> _Step:
     here = row.unsqueeze(1)
-    places = torch.arange(trees.rows, device=row.device)
+    places = arange(trees.rows, row.device)
     is_child = trees.parents == here
     is_probe = is_child & trees.is_probe
     has_probe = is_probe.any(dim=1)
@@ -174,7 +175,7 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 def _child_with(trees: TreeBatch, among: Tensor, token: Tensor) -> Tensor:
     """[batch] the row among the marked ones that holds the token; 0 where there is none."""
-    places = torch.arange(trees.rows, device=token.device)
+    places = arange(trees.rows, token.device)
     return torch.where(among & (trees.token_ids == token.unsqueeze(1)), places, 0).amax(dim=1)
 
 
