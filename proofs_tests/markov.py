@@ -153,7 +153,7 @@ def block_counts(blocks: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64
 
 
 def block_law(model: MarkovModel, params: SamplingParams) -> NDArray[np.float64]:
-    """[vocab_size ** BLOCK] the exact law of the first ``BLOCK`` tokens sampled from the target, from the definitions."""
+    """[vocab_size ** BLOCK] the exact law of ``BLOCK`` tokens sampled from the target, from the definitions."""
     logits = model.target_logits.double().numpy()
     laws = np.array([target_law(row, params) for row in logits])
     contexts, vocab = laws.shape

@@ -2,11 +2,12 @@
 
 Counts of *joint* token blocks are compared with their exact law. Three numbers make such a test honest:
 
-* The false-alarm rate. The whole suite has one budget, ``SUITE_ALPHA``, shared equally by ``FAMILIES``; within a family
-  Holm's procedure holds for any dependence between its tests. Seeds are fixed, so a verdict never changes by rerunning.
+* The false-alarm rate. The whole suite has one budget, ``SUITE_ALPHA``, shared equally by ``FAMILIES``; within a
+  family Holm's procedure holds for any dependence between its tests. Seeds are fixed, so a verdict never changes by
+  rerunning.
 * The smallest bias it can see. A law at total variation t or more from the stated one gives the statistic a
-  noncentrality of 2 n KL >= 4 n t^2 (Pinsker), whatever the direction of the bias; the worst direction moves mass out of
-  cells that hold half of it. ``detectable_tv`` is the t that is found with probability ``POWER``.
+  noncentrality of 2 n KL >= 4 n t^2 (Pinsker), whatever the direction of the bias; the worst direction moves mass out
+  of cells that hold half of it. ``detectable_tv`` is the t that is found with probability ``POWER``.
 * The sample size, which must suffice for the bias that the test claims to see.
 
 The statistic is the likelihood ratio G = 2 sum O log(O / E) with Williams' correction, referred to the chi-square law.
@@ -208,7 +209,7 @@ class Family:
 
 
 def holm(p_values: Mapping[str, float], alpha: float) -> dict[str, float]:
-    """Holm's procedure: the hypotheses rejected with a family-wise error of at most ``alpha``, smallest p-value first."""
+    """Holm's procedure: what is rejected at a family-wise error of ``alpha``, smallest p-value first."""
     rejected: dict[str, float] = {}
     for label, p_value in sorted(p_values.items(), key=lambda item: item[1]):
         if p_value > alpha / (len(p_values) - len(rejected)):
@@ -220,9 +221,10 @@ def holm(p_values: Mapping[str, float], alpha: float) -> dict[str, float]:
 def pooled_cells(probabilities: NDArray[np.float64], draws: int) -> NDArray[np.int64]:
     """Which cell each outcome belongs to, so that every cell expects at least ``MIN_EXPECTED`` draws.
 
-    Depends on the law and on the sample size, never on what was drawn. Common outcomes are cells of their own. Rare ones
-    join their rare neighbours in the order given, so blocks that begin with the same tokens stay together. A last group
-    that stays too small joins the one before it or, when it is the only one, the least common outcome.
+    Depends on the law and on the sample size, never on what was drawn. Common outcomes are cells of their own. Rare
+    ones join their rare neighbours in the order given, so blocks that begin with the same tokens stay together. A last
+    group that stays too small joins the one before it or, when it is the only one, the least common outcome that is a
+    cell of its own.
 
     Args:
         probabilities: [outcomes] the law.

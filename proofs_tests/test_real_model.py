@@ -176,13 +176,18 @@ def test_same_seed_same_text_when_run_again(decoder: RheoDecoder, prompts: list[
 
 
 def two_token_law(decoder: RheoDecoder, prompt: list[int], first: int, second: int) -> dict[tuple[int, int], float]:
-    """The target's law of two tokens: the ``first`` and ``second`` most likely ones by name, -1 for all others."""
-    model = decoder.target.model
+    """The target's law of two tokens, EOS banned: the ``first`` and ``second`` likeliest by name, -1 for all others."""
+
+    def model(token_ids: torch.Tensor) -> torch.Tensor:
+        logits = decoder.target.model(token_ids, logits_to_keep=1).logits[:, -1].double()
+        logits[:, list(decoder.target.eos_token_ids)] = -torch.inf
+        return logits.softmax(1)
+
     with torch.inference_mode():
-        p1 = model(torch.tensor([prompt])).logits[0, -1].double().softmax(0)
+        p1 = model(torch.tensor([prompt]))[0]
         tokens = p1.topk(first).indices
         continued = torch.cat([torch.tensor([prompt]).expand(first, -1), tokens[:, None]], dim=1)
-        p2 = model(continued, logits_to_keep=1).logits[:, -1].double().softmax(1)
+        p2 = model(continued)
     law = {(-1, -1): 1 - float(p1[tokens].sum())}
     for row, token in zip(p2, tokens.tolist(), strict=True):
         named = row.topk(second).indices.tolist()

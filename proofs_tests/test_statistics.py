@@ -61,7 +61,9 @@ def test_false_alarms_and_power_are_the_stated_ones():
         for cells, draws, alpha in ((2, 4000, 0.01), (40, 20_000, 1e-6), (300, 60_000, 1e-8)):
             law = np.full(cells, 1 / cells)
             seen = detectable_tv(draws, cells - 1, alpha)
-            bias = np.where(np.arange(cells) < cells // 2, 1, -1) * 2 * seen / cells  # half the mass, as Pinsker's worst
+            bias = (
+                np.where(np.arange(cells) < cells // 2, 1, -1) * 2 * seen / cells
+            )  # half the mass, as Pinsker's worst
             assert np.abs(bias).sum() / 2 == pytest.approx(seen)
             found = sum(
                 compare(sample, law, alpha=alpha).p_value <= alpha
@@ -76,9 +78,7 @@ def test_false_alarms_far_out_are_the_stated_ones_and_pearsons_are_not():
     for draws, rate in ((100, 0.1), (1000, 0.01), (5000, 0.3)):
         observed = np.arange(draws + 1)
         expected = np.array([draws * rate, draws * (1 - rate)])
-        p_values = np.array(
-            [compare([k, draws - k], [rate, 1 - rate], alpha=0.01).p_value for k in observed.tolist()]
-        )
+        p_values = np.array([compare([k, draws - k], [rate, 1 - rate], alpha=0.01).p_value for k in observed.tolist()])
         for level in (1e-6, 1e-9):
             alarms = stats.binom.pmf(observed[p_values <= level], draws, rate).sum()
             assert alarms <= 2 * level, f"{draws} draws, {expected} expected: {alarms} at level {level}"
@@ -231,13 +231,13 @@ def test_family_judges_all_of_its_tests_and_misses_none():
     with pytest.raises(AssertionError, match="1 tests, 2 announced"):
         family.check()
     family.add("second", 0.5)
-    with pytest.raises(AssertionError, match="other laws than stated, by p-value: .*first"):
+    with pytest.raises(AssertionError, match=r"other laws than stated, by p-value: .*first"):
         family.check()
     with pytest.raises(AssertionError, match="other laws"), Family("calibration", 1) as one:
         one.add("only", alpha)
     with Family("calibration", 1) as one:
         one.add("only", 1.01 * alpha)
-    with pytest.raises(ValueError, match="'new' is not in statistics.FAMILIES"):
+    with pytest.raises(ValueError, match=r"'new' is not in statistics\.FAMILIES"):
         Family("new", 1)
 
 

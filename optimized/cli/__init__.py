@@ -8,6 +8,7 @@ from optimized.cli.demo import demo
 from optimized.cli.generate import generate
 from optimized.cli.info import info
 from optimized.cli.tree import tree
+from optimized.cli.verify import verify
 
 app = typer.Typer(
     name="rheo",
@@ -19,7 +20,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for function in (demo, generate, chat, tree, info):
+for function in (demo, generate, chat, tree, verify, info):
     command(app, function.__name__)(function)
 
 __all__ = ["app"]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 out = Console(highlight=False)
@@ -26,14 +26,19 @@ def working(what: str) -> Iterator[None]:
         yield
 
 
-def progress_bar(unit: str) -> Progress:
-    """A bar on standard error that goes away when done; silent where that is no terminal."""
+def progress_bar(unit: str, remaining: bool = False) -> Progress:
+    """A bar on standard error that goes away when done; silent where that is no terminal.
+
+    Args:
+        unit: what is counted.
+        remaining: show an estimate of the time that is left, and not the time that has passed.
+    """
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn(unit),
-        TimeElapsedColumn(),
+        TimeRemainingColumn() if remaining else TimeElapsedColumn(),
         console=err,
         transient=True,
         redirect_stdout=False,

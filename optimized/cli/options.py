@@ -26,8 +26,8 @@ PROMPT, SAMPLING, TREE, MODEL, OUTPUT = "Prompt", "Sampling", "Tree", "Model", "
 
 
 @dataclass(frozen=True)
-class SamplingOptions:
-    """What a request asks of the sampler; ranges are checked by ``SamplingParams``."""
+class LawOptions:
+    """Which law tokens are drawn from; ranges are checked by ``SamplingParams``."""
 
     temperature: Annotated[float, Option("--temperature", "-t", help="0 is greedy.", rich_help_panel=SAMPLING)] = 1.0
     top_k: Annotated[int, Option(help="Keep the k most likely tokens; 0: all.", rich_help_panel=SAMPLING)] = 0
@@ -36,6 +36,22 @@ class SamplingOptions:
         float, Option(help="Drop tokens below this share of the likeliest; 0: none.", rich_help_panel=SAMPLING)
     ] = 0.0
     repetition_penalty: Annotated[float, Option(help="1 turns it off.", rich_help_panel=SAMPLING)] = 1.0
+
+    def params(self, **changes: Any) -> SamplingParams:
+        """The request's parameters, some of them changed.
+
+        Raises:
+            ValueError: a value is out of its range.
+        """
+        from optimized.sampling_params import SamplingParams
+
+        return SamplingParams(**{**vars(self), **changes})
+
+
+@dataclass(frozen=True)
+class SamplingOptions(LawOptions):
+    """What a request asks of the sampler; ranges are checked by ``SamplingParams``."""
+
     seed: Annotated[
         int | None,
         Option(help="With the prompt it determines the text.", show_default="a fresh one", rich_help_panel=SAMPLING),
@@ -49,14 +65,7 @@ class SamplingOptions:
     ] = None
 
     def params(self, **changes: Any) -> SamplingParams:
-        """The request's parameters, some of them changed.
-
-        Raises:
-            ValueError: a value is out of its range.
-        """
-        from optimized.sampling_params import SamplingParams
-
-        return SamplingParams(**{**vars(self), "stop": tuple(self.stop or ()), **changes})
+        return super().params(**{"stop": tuple(self.stop or ()), **changes})
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,161 @@
+"""Break the real code, one edit at a time, and see which test notices.
+
+    python -m proofs_tests.break_real_code [--only WORDS]
+
+Mutants (``proofs_tests.mutants``) are variants of the algorithm; this breaks the code itself. Every edit is made in a
+temporary copy of the tree, the fast tests run there, and the first test of each file that goes red is printed. It
+fails when an edit no longer applies, when the copy is red without any edit, and when an edit survives. Takes a few
+minutes and is not collected by pytest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("reference", "optimized", "kernels", "proofs_tests", "pyproject.toml")
+SUITES = {
+    "exact": ["proofs_tests/test_exact_law.py"],
+    "same noise": ["proofs_tests/test_differential.py"],
+    "uniform of 0": ["proofs_tests/test_chi_square.py", "-k", "uniform_of_zero"],
+    "frequencies": ["proofs_tests/test_mutants.py", "-k", "noise_as_it_is"],
+}
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One way to break a file: every ``old`` must be there exactly once."""
+
+    bug: str
+    file: str
+    changes: tuple[tuple[str, str], ...]
+
+    def apply(self, root: Path) -> None:
+        path = root / self.file
+        text = path.read_text()
+        for old, new in self.changes:
+            if text.count(old) != 1:
+                raise SystemExit(
+                    f"{self.bug}, {self.file}: {text.count(old)} places read {old!r}; bring the edit up to date"
+                )
+            text = text.replace(old, new)
+        path.write_text(text)
+
+
+EDITS = [
+    Edit("ranking ties by token id", "reference/growth.py", ((
+        "return (-node.score, node.level, node.parent_rank, node.slot)",
+        "return (-node.score, node.path[-1], node.level, node.parent_rank, node.slot)"),)),
+    Edit("a fill before the probe", "reference/slots.py", ((
+        "return [*leads, Slot(probe_token, self.proxy, True), *fills][: self.num_slots]",
+        "return [*leads, *fills[:1], Slot(probe_token, self.proxy, True), *fills[1:]][: self.num_slots]"),)),
+    Edit("q for q~", "reference/growth.py", ((
+        "probe_laws[path] = plan.probe_law",
+        'probe_laws[path] = (plan.tokens, __import__("numpy").array(plan.weights))'),)),
+    Edit("residual sampled from p", "reference/verification.py", ((
+        "law = residual(law, probe_law)",
+        "law = law"),)),
+    Edit("accept with <=", "reference/verification.py", ((
+        "accept_uniform * draft_prob < target_prob",
+        "accept_uniform * draft_prob <= target_prob"),)),
+    Edit("ranking ties by token id", "optimized/growth.py", ((
+        "ranking = offered.sort(dim=1, descending=True, stable=True)",
+        "ranking = (offered - 1e-13 * torch.cat([slots.token_ids.flatten(1) for slots in levels], dim=1))"
+        ".sort(dim=1, descending=True, stable=True)"),)),
+    Edit("a fill before the probe", "optimized/slots.py", ((
+        "index = torch.where(has_probe, with_probe, schedule)",
+        "index = torch.where(has_probe, with_probe[..., [m + 1 if k == m and m + 1 < branching else m if k == m + 1 "
+        "else k for k in range(branching)]], schedule)"), (
+        "is_probe = has_probe & (schedule == m)",
+        "is_probe = has_probe & (schedule == m + int(m + 1 < branching))"))),
+    Edit("q for q~", "optimized/slots.py", ((
+        "        law=law,\n",
+        "        law=torch.where(law.sum(-1, keepdim=True) > 0, q, law),\n"),)),
+    Edit("residual sampled from p", "optimized/verification.py", ((
+        "rest = law.scatter(1, probe_ids, (law.gather(1, probe_ids) - probe_law).clamp(min=0))",
+        "rest = law"),)),
+    Edit("accept with <=", "optimized/verification.py", ((
+        "(accept_uniform * q_probe < p_probe)",
+        "(accept_uniform * q_probe <= p_probe)"),)),
+]  # fmt: skip
+
+
+def copy_tree(to: Path) -> None:
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, to / name)
+
+
+def red_tests(root: Path, suites: list[str]) -> dict[str, str]:
+    """The first test of each suite that fails in the copy."""
+    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    where = [sys.executable, "-c", "import reference, optimized; print(reference.__file__, optimized.__file__)"]
+    found = subprocess.run(where, cwd=root, env=environment, capture_output=True, text=True, check=True).stdout.split()
+    if not all(Path(file).is_relative_to(root) for file in found):
+        raise SystemExit(f"the copy's tests would run on other code: {found}")
+    red: dict[str, str] = {}
+    for suite in suites:
+        command = [sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider", "-q", "-x"]
+        result = subprocess.run(
+            [*command, "-m", "not deep", *SUITES[suite]], cwd=root, env=environment, capture_output=True, text=True
+        )
+        if result.returncode == 1:
+            failed = re.search(r"^(?:FAILED|ERROR) .*?::(.*?)(?: - |$)", result.stdout, re.MULTILINE)
+            red[suite] = failed.group(1) if failed else "?"
+        elif result.returncode != 0:
+            raise SystemExit(f"pytest could not run {suite}: {result.stdout[-2000:]}{result.stderr[-2000:]}")
+    return red
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="edits whose bug or file contains this")
+    only = parser.parse_args().only
+    survivors = []
+    with tempfile.TemporaryDirectory() as scratch:
+        clean = Path(scratch) / "clean"
+        copy_tree(clean)
+        for edit in EDITS:  # before anything takes time
+            edit.apply(_copied(clean, Path(scratch) / "check" / edit.file, edit.file))
+        if not only:
+            red = red_tests(clean, list(SUITES))
+            if red:
+                raise SystemExit(f"red without any edit: {red}")
+            print("without an edit: green", flush=True)
+        for number, edit in enumerate(EDITS):
+            if only not in f"{edit.bug} {edit.file}":
+                continue
+            broken = Path(scratch) / f"broken{number}"
+            copy_tree(broken)
+            edit.apply(broken)
+            suites = [suite for suite in SUITES if suite != "exact" or edit.file.startswith("reference")]
+            red = red_tests(broken, suites)
+            print(f"{edit.bug}, {edit.file}:", flush=True)
+            for suite in suites:
+                print(f"    {suite:13} {red.get(suite, '-')}", flush=True)
+            if not red:
+                survivors.append(f"{edit.bug}, {edit.file}")
+            shutil.rmtree(broken)
+    if survivors:
+        raise SystemExit(f"nothing went red: {survivors}")
+
+
+def _copied(clean: Path, to: Path, file: str) -> Path:
+    """A root that holds a copy of one file."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(clean / file, to)
+    return to.parents[len(Path(file).parts) - 1]
+
+
+if __name__ == "__main__":
+    main()
