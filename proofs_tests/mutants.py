@@ -24,14 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimized.evidence.cases import HARD_CASES_BY_NAME, Case, law, tempered
+from optimized.evidence.markov import MarkovModel, block_counts, block_law, sample_blocks
 from optimized.randomness import StepNoise
 from optimized.sampling_params import SamplingParams
-from proofs_tests.laws import HARD_CASES_BY_NAME, Case, law, tempered
-from proofs_tests.markov import MarkovModel, block_counts, block_law, sample_blocks
-from proofs_tests.statistics import SUITE_ALPHA, Comparison, compare
+from proofs_tests.statistics import SUITE_ALPHA
 from reference.api import DraftLaw, Proposal, RheoConfig
 from reference.exact import target_law, total_variation
 from reference.slots import SlotPlan, plan_slots
+from reference.statistics import Comparison, compare
 
 Path = tuple[int, ...]
 Law3 = tuple[Fraction, ...]
@@ -804,7 +805,7 @@ def _first_everywhere(uniforms: Tensor) -> Tensor:
 
 
 @cache
-def noise_comparison(mutant: NoiseMutant, alpha: float) -> Comparison:
+def noise_comparison(mutant: NoiseMutant) -> Comparison:
     """Blocks of three tokens under this noise, compared with the target's law."""
     target = 1.5 * torch.randn((8, 8), generator=torch.Generator().manual_seed(7))
     draft = torch.tensor([2.0, 6.0, 0.1, 4.0, *[0.1] * 4]).log()  # after every token; the best is not the lowest id
@@ -818,7 +819,7 @@ def noise_comparison(mutant: NoiseMutant, alpha: float) -> Comparison:
         with_noise=mutant.with_noise,
         step_counter=mutant.step_counter,
     )
-    return compare(block_counts(blocks, model.vocab_size), block_law(model, params), alpha=alpha)
+    return compare(block_counts(blocks, model.vocab_size), block_law(model, params), alpha=SUITE_ALPHA)
 
 
 def mutants_table() -> str:
@@ -846,7 +847,7 @@ def mutants_table() -> str:
         "|---|---|",
     ]
     for tampered in [*NOISE_MUTANTS, SOUND_NOISE]:
-        p_value = noise_comparison(tampered, SUITE_ALPHA).p_value
+        p_value = noise_comparison(tampered).p_value
         lines.append(f"| {tampered.name} | {f'{p_value:.2g}' if p_value else 'below 1e-300'} |")
     lines += [
         "",

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from proofs_tests.laws import HARD_CASES_BY_NAME, Law, law, one_hot, random_law, sizes, tempered
+from optimized.evidence.cases import HARD_CASES_BY_NAME, Law, law, one_hot, tempered
+from proofs_tests.laws import random_law, sizes
 from reference.acceptance import optimal_transport, single_layer
 from reference.api import DraftLaw, RheoConfig
 from reference.exact import tree_classes, walk_law

@@ -8,23 +8,23 @@ a test can see.
 
 from __future__ import annotations
 
-import zlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
+from optimized.evidence.batched import MarkovCase
+from optimized.evidence.markov import BLOCK, block_counts, block_law, sample_blocks, target_law
 from optimized.growth import grow_trees
 from optimized.randomness import StepNoise
 from optimized.sampling_params import SamplingParams
 from optimized.trees import TreeBatch
 from optimized.verification import verify_trees
-from proofs_tests.markov import BLOCK, MarkovModel, block_counts, block_law, sample_blocks, target_law
-from proofs_tests.statistics import Comparison, Family
+from proofs_tests.statistics import Family
 from reference.api import DraftLaw, GrowthNoise, RheoConfig, VerifyNoise
 from reference.growth import grow_tree
+from reference.statistics import Comparison
 from reference.verification import verify
 
 CHUNK = 12_000  # requests per batch
@@ -46,89 +46,30 @@ ALL_FILTERS = SamplingParams(temperature=1.5, top_k=6, top_p=0.95, min_p=0.05)
 
 
 @dataclass(frozen=True)
-class MarkovCase:
-    """One batch after the other of the same mixture of requests.
+class SizedCase(MarkovCase):
+    """A toy case with its sample size: ``draws`` requests in all."""
 
-    Attributes:
-        name: what makes the draft hard to be lossless with.
-        draft: how its logits follow from the target's.
-        shape: (m, K, R, beam); every tree is three levels deep.
-        params: the requests' parameters, in turn.
-        vocab_size, order, scale: of the target; its logits are normal with this standard deviation.
-        draws: requests in all.
-        config: anything else that is not the default.
-    """
-
-    name: str
-    draft: str
-    shape: tuple[int, int, int, int]
-    params: tuple[SamplingParams, ...]
-    vocab_size: int = 8
-    order: int = 1
-    scale: float = 1.5
     draws: int = 84_000
-    config: dict[str, int] = field(default_factory=dict)
-
-    def model(self) -> MarkovModel:
-        generator = torch.Generator().manual_seed(zlib.crc32(self.name.encode()))
-        shape = (self.vocab_size**self.order, self.vocab_size)
-        target = torch.randn(shape, generator=generator) * self.scale
-        vocab_map = None
-        if self.draft == "small vocabulary":
-            vocab_map = torch.arange(1, self.vocab_size, 2)
-        draft = draft_logits(self.draft, target, torch.randn(shape, generator=generator), vocab_map)
-        return MarkovModel(target, draft, self.order, vocab_map)
-
-    def rheo_config(self, rule: str) -> RheoConfig:
-        m, branching, size, beam = self.shape
-        proposal, verification = ("topk", "rheo") if rule == "topk" else ("rheo", rule)
-        return RheoConfig(m, branching, BLOCK, size, beam, proposal=proposal, verification=verification, **self.config)
-
-
-def draft_logits(kind: str, target: Tensor, noise: Tensor, vocab_map: Tensor | None) -> Tensor:
-    """Draft logits [contexts, draft vocab] for the target's [contexts, vocab]."""
-    match kind:
-        case "same":
-            return target.clone()
-        case "opposite":
-            return -target
-        case "noisy":
-            return target + noise
-        case "noisy bf16":
-            return (target + noise).bfloat16()
-        case "unrelated":
-            return 3 * noise
-        case "ties":
-            return (target + noise).round().clamp(-1, 1)
-        case "disjoint":  # each believes in its own half of the vocabulary; nothing is quite impossible
-            odd = torch.arange(target.shape[1]) % 2 == 1
-            target += torch.where(odd, 0.0, 3.0)
-            return noise + torch.where(odd, 3.0, 0.0)
-        case "constant":  # after every token; a fill that entered before its probe shows here
-            return torch.tensor([6.0, 4.0, 2.0, *[0.1] * (target.shape[1] - 3)]).log().repeat(len(target), 1)
-        case "small vocabulary":
-            return (target + noise)[:, vocab_map]
-    raise ValueError(kind)
 
 
 CASES = [
-    MarkovCase("draft equal to the target", "same", (1, 2, 4, 1), (PLAIN, COOL, TOP_P)),
-    MarkovCase("opposite rankings, m = 0", "opposite", (0, 2, 4, 2), (PLAIN, COOL, COLD)),
-    MarkovCase("opposite rankings, m = K-1", "opposite", (2, 3, 6, 1), (PLAIN, TOP_K, HOT_TOP_P)),
-    MarkovCase("nearly disjoint supports", "disjoint", (1, 3, 6, 1), (PLAIN, HOT)),
-    MarkovCase("many ties", "ties", (1, 3, 5, 2), (PLAIN, COOL_TOP_K, GREEDY)),
-    MarkovCase("many ties, m = 0", "ties", (0, 4, 6, 1), (PLAIN, COLD, MIN_P)),
-    MarkovCase("bfloat16 draft", "noisy bf16", (1, 2, 4, 2), (PLAIN, COOL, HOT, ALL_FILTERS)),
-    MarkovCase("small draft vocabulary", "small vocabulary", (0, 3, 5, 1), (PLAIN, COOL, TOP_P, GREEDY)),
-    MarkovCase("small draft vocabulary, m = K-1", "small vocabulary", (1, 2, 4, 2), (HOT, MIN_P), draws=36_000),
-    MarkovCase("draft that never changes", "constant", (0, 3, 3, 1), (PLAIN, HOT), draws=60_000),
-    MarkovCase("no probe, m = K", "noisy", (2, 2, 4, 2), (PLAIN, TOP_K), draws=36_000),
-    MarkovCase("overconfident draft", "unrelated", (2, 4, 7, 1), (COOL, HOT, ALL_FILTERS), draws=54_000),
-    MarkovCase("two tokens of memory", "noisy", (1, 3, 6, 2), (PLAIN, COOL_TOP_K), order=2, draws=48_000),
-    MarkovCase("cut support of 5 in 17", "noisy", (1, 3, 6, 1), (COOL, COLD, COOL_TOP_K), 17, 1, 2.5, 48_000,
-               {"draft_support": 5}),
-    MarkovCase("opposite in 17", "opposite", (3, 4, 6, 1), (COOL, COLD_MIN_P), 17, 1, 2.5, 24_000),
-    MarkovCase("64 tokens", "noisy", (1, 4, 8, 1), (COLD, COOL_TOP_K), 64, 1, 2.5, 24_000),
+    SizedCase("draft equal to the target", "same", (1, 2, 4, 1), (PLAIN, COOL, TOP_P)),
+    SizedCase("opposite rankings, m = 0", "opposite", (0, 2, 4, 2), (PLAIN, COOL, COLD)),
+    SizedCase("opposite rankings, m = K-1", "opposite", (2, 3, 6, 1), (PLAIN, TOP_K, HOT_TOP_P)),
+    SizedCase("nearly disjoint supports", "disjoint", (1, 3, 6, 1), (PLAIN, HOT)),
+    SizedCase("many ties", "ties", (1, 3, 5, 2), (PLAIN, COOL_TOP_K, GREEDY)),
+    SizedCase("many ties, m = 0", "ties", (0, 4, 6, 1), (PLAIN, COLD, MIN_P)),
+    SizedCase("bfloat16 draft", "noisy bf16", (1, 2, 4, 2), (PLAIN, COOL, HOT, ALL_FILTERS)),
+    SizedCase("small draft vocabulary", "small vocabulary", (0, 3, 5, 1), (PLAIN, COOL, TOP_P, GREEDY)),
+    SizedCase("small draft vocabulary, m = K-1", "small vocabulary", (1, 2, 4, 2), (HOT, MIN_P), draws=36_000),
+    SizedCase("draft that never changes", "constant", (0, 3, 3, 1), (PLAIN, HOT), draws=60_000),
+    SizedCase("no probe, m = K", "noisy", (2, 2, 4, 2), (PLAIN, TOP_K), draws=36_000),
+    SizedCase("overconfident draft", "unrelated", (2, 4, 7, 1), (COOL, HOT, ALL_FILTERS), draws=54_000),
+    SizedCase("two tokens of memory", "noisy", (1, 3, 6, 2), (PLAIN, COOL_TOP_K), order=2, draws=48_000),
+    SizedCase("cut support of 5 in 17", "noisy", (1, 3, 6, 1), (COOL, COLD, COOL_TOP_K), 17, 1, 2.5,
+              {"draft_support": 5}, 48_000),
+    SizedCase("opposite in 17", "opposite", (3, 4, 6, 1), (COOL, COLD_MIN_P), 17, 1, 2.5, draws=24_000),
+    SizedCase("64 tokens", "noisy", (1, 4, 8, 1), (COLD, COOL_TOP_K), 64, 1, 2.5, draws=24_000),
 ]  # fmt: skip
 DRAWS_PER_RULE = 1_000_000
 # What each single test, and the tests of everything at once, must be able to see, in total variation between cells.
@@ -136,7 +77,7 @@ SINGLE_TV = {1: 0.07, 10: 0.03}  # by how many times ``DRAWS_PER_RULE`` are draw
 EVERYTHING_TV = {1: {1: 0.008, 2: 0.012, 3: 0.017}, 10: {1: 0.003, 2: 0.004, 3: 0.007}}  # and by the first tokens
 
 
-def sampled_counts(case: MarkovCase, rule: str, draws: int, first_seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def sampled_counts(case: SizedCase, rule: str, draws: int, first_seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Counts and law of each of the case's groups of parameters."""
     model, config = case.model(), case.rheo_config(rule)
     counts = [np.zeros(model.vocab_size**BLOCK, dtype=np.int64) for _ in case.params]

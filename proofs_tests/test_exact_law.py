@@ -16,19 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from optimized.evidence.cases import HARD_CASES, HARD_CASES_BY_NAME, Case, law
 from proofs_tests.brute_force import cells_between, cumulative, integrated_walk_law, merged
-from proofs_tests.laws import (
-    HARD_CASES,
-    HARD_CASES_BY_NAME,
-    Case,
-    cases,
-    configs,
-    exact_settings,
-    law,
-    random_case,
-    rheo_configs,
-    sizes,
-)
+from proofs_tests.laws import cases, configs, exact_settings, random_case, rheo_configs, sizes
 from reference.api import DraftLaw, GrowthNoise, RheoConfig, VerifyNoise
 from reference.exact import (
     expected_acceptance_length,

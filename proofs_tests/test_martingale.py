@@ -14,8 +14,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 
+from optimized.evidence.cases import HARD_CASES_BY_NAME, Case
 from proofs_tests.brute_force import grow_replayed, outcomes
-from proofs_tests.laws import HARD_CASES_BY_NAME, Case, cases, configs, exact_settings, rheo_configs, sizes
+from proofs_tests.laws import cases, configs, exact_settings, rheo_configs, sizes
 from reference.api import RheoConfig
 from reference.exact import prefix_trees, target_law, tree_output_law
 from reference.slots import plan_slots

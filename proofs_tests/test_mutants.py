@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import pytest
 
-from proofs_tests.laws import HARD_CASES_BY_NAME
+from optimized.evidence.cases import HARD_CASES_BY_NAME
 from proofs_tests.mutants import (
     MUTANTS,
     NOISE_DRAWS,
@@ -83,11 +83,11 @@ def test_the_pieces_of_the_mutants_are_the_algorithm(name, rule, shape):
 @pytest.mark.lossless
 def test_noise_as_it_is_passes_and_noise_mutants_are_caught():
     with Family("statistical mutants", 1) as family:
-        sound = noise_comparison(SOUND_NOISE, family.test_alpha)
+        sound = noise_comparison(SOUND_NOISE)
         family.add(SOUND_NOISE.name, sound.p_value)
     assert sound.draws == NOISE_DRAWS
     for mutant in NOISE_MUTANTS:
-        p_value = noise_comparison(mutant, family.test_alpha).p_value
+        p_value = noise_comparison(mutant).p_value
         assert p_value < family.test_alpha, f"{mutant.name} survives: p = {p_value}"
 
 

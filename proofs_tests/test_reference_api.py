@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from proofs_tests.laws import law
+from optimized.evidence.cases import law
 from reference import DraftLaw, DraftTree, GrowthNoise, RheoConfig, VerifyNoise
 from reference.api import is_greedy
 from reference.numbers import as_vector, check_law, inverse_cdf, is_exact

@@ -6,7 +6,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from proofs_tests.laws import Law, as_floats, law, one_hot
+from optimized.evidence.cases import Law, law, one_hot
+from proofs_tests.laws import as_floats
 from reference import DraftLaw, DraftTree, GrowthNoise, RheoConfig, grow_tree
 from reference.exact import tree_classes
 from reference.slots import draw_probe, plan_slots

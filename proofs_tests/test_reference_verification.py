@@ -5,7 +5,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from proofs_tests.laws import as_floats, law, one_hot
+from optimized.evidence.cases import law, one_hot
+from proofs_tests.laws import as_floats
 from reference import DraftTree, VerifyNoise, verify
 from reference.tree import root_only
 from reference.verification import accepts, residual, without_tokens

@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 from scipy import optimize, stats
 
-from proofs_tests.statistics import (
-    FAMILIES,
+from proofs_tests.statistics import FAMILIES, SUITE_ALPHA, Family, assert_same_law
+from reference.statistics import (
     MIN_EXPECTED,
     POWER,
-    SUITE_ALPHA,
-    Family,
-    assert_same_law,
     compare,
     compare_together,
     detectable_tv,

@@ -15,10 +15,10 @@ import optimized.verification as verification
 import reference.exact
 from optimized.cli import app
 from optimized.decoder import RheoDecoder
+from optimized.evidence.markov import target_law
 from optimized.evidence.pair import OTHER, block_law, named
 from optimized.models import CausalDrafter, TargetModel
 from optimized.sampling_params import SamplingParams
-from proofs_tests.markov import target_law
 from proofs_tests.test_cli import byte_tokenizer, tiny_model, told
 from reference.api import RheoConfig
 from reference.statistics import ImpossibleOutcomeError, aligned, compare

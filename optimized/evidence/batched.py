@@ -86,6 +86,8 @@ def draft_logits(kind: str, target: Tensor, noise: Tensor, vocab_map: Tensor | N
             odd = torch.arange(target.shape[1]) % 2 == 1
             target += torch.where(odd, 0.0, 3.0)
             return noise + torch.where(odd, 3.0, 0.0)
+        case "constant":  # after every token; a fill that entered before its probe shows here
+            return torch.tensor([6.0, 4.0, 2.0, *[0.1] * (target.shape[1] - 3)]).log().repeat(len(target), 1)
         case "small vocabulary":
             return (target + noise)[:, vocab_map]
     raise ValueError(kind)
