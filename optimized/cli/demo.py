@@ -35,7 +35,7 @@ def demo(
     shape: TreeOptions = CPU_TREE,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", help="At most so many per text.", rich_help_panel=SAMPLING)
-    ] = 96,
+    ] = 64,
     temperature: Annotated[
         float | None,
         typer.Option("--temperature", "-t", help="Only this one.", show_default="1, then 0", rich_help_panel=SAMPLING),
