@@ -19,15 +19,15 @@ class PhaseClock:
 
     def __init__(self, device: torch.device) -> None:
         self.seconds: dict[str, float] = {"draft": 0.0, "target": 0.0, "sampling": 0.0}
-        self._on_device = device.type == "cuda"
+        self._device = device
         self._marks: list[tuple[Phase | None, float | torch.cuda.Event]] = []
 
     def enter(self, phase: Phase | None) -> None:
         """End the current phase and begin another; None begins none."""
         now: float | torch.cuda.Event
-        if self._on_device:
+        if self._device.type == "cuda":
             now = torch.cuda.Event(enable_timing=True)
-            now.record()
+            now.record(torch.cuda.current_stream(self._device))
         else:
             now = time.perf_counter()
         self._marks.append((phase, now))

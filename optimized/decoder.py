@@ -44,7 +44,8 @@ class RheoDecoder:
         max_batch_size: how many requests run side by side; longer lists are worked off in groups of this size.
 
     Raises:
-        ValueError: the drafter speaks of tokens that the target does not have, or reads features it does not give.
+        ValueError: the drafter speaks of tokens that the target does not have, or reads features it does not give, or
+            ``max_batch_size`` is below 1.
     """
 
     def __init__(
@@ -62,14 +63,13 @@ class RheoDecoder:
         self.tokenizer = tokenizer
         self.config = config or RheoConfig()
         self.max_batch_size = max_batch_size
-        self._run = 0
         if drafter is not None:
             highest = drafter.vocab_size - 1 if drafter.vocab_map is None else int(drafter.vocab_map.max())
             if highest >= target.vocab_size:
                 raise ValueError(
                     f"the draft speaks of token {highest}; the target's vocabulary is 0..{target.vocab_size - 1}"
                 )
-            target.feature_layers = drafter.feature_layers
+            target.feature_layers = drafter.feature_layers  # refuses layers that do not exist
 
     @classmethod
     def from_pretrained(
@@ -89,7 +89,7 @@ class RheoDecoder:
             draft: likewise: an EAGLE-3 head or a causal language model with the target's tokenizer; None for plain
                 decoding; "embedded": the head for the embedded target.
             config: how trees are grown and verified.
-            dtype: of the weights; None keeps the target's.
+            dtype: of the weights of both; None keeps the target checkpoint's.
             device: where both run.
             max_batch_size: how many requests run side by side.
 
@@ -131,16 +131,29 @@ class RheoDecoder:
         """Generate step by step; an event holds what one step added to one request.
 
         Arguments and errors are those of ``generate``; bad arguments raise at once. Starting another generation on the
-        same decoder ends this one: its iterator then raises ``RuntimeError``.
+        same target ends this one: its iterator then raises ``RuntimeError``.
         """
         return self._stream(self._requests(prompts, params))
 
     def trace(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, steps: int = 1
     ) -> list[tuple[DraftTree, VerifyResult]]:
-        """The first trees of one request and what the walk made of each, to look at."""
+        """The first trees of one request and what the walk made of each, to look at.
+
+        Args:
+            prompt: as text or as token ids.
+            params: the request's; None for the defaults.
+            steps: how many trees; fewer come back if the text ends before.
+
+        Raises:
+            ValueError: as ``generate``.
+            GenerationError: the request failed.
+        """
         seen: list[tuple[DraftTree, VerifyResult]] = []
-        for trees, walk, _ in self._steps(self._requests(prompt, params)):
+        [request] = self._requests(prompt, params)
+        for trees, walk, _ in self._steps([request]):
+            if request.failure is not None:
+                raise GenerationError({0: request.failure}, [None])
             if trees.rows > 1:
                 count = int(walk.counts[0])
                 emitted, rows = walk.token_ids[0, :count].tolist(), walk.rows[0, 1:count].tolist()
@@ -173,8 +186,9 @@ class RheoDecoder:
     @torch.inference_mode()
     def _steps(self, requests: list[Request]) -> Iterator[tuple[TreeBatch, VerifyBatch, list[StreamEvent]]]:
         """The loop: draft, grow, target, verify, commit. Step 0 verifies an empty tree behind the prompts."""
-        self._run += 1
-        run, config, device = self._run, self.config, self.target.device
+        run, config, device = object(), self.config, self.target.device
+        self.target.owner = run
+        self.target.feature_layers = () if self.drafter is None else self.drafter.feature_layers
         live = requests
         sampling = SamplingBatch.from_params(
             [request.params for request in live],
@@ -204,8 +218,11 @@ class RheoDecoder:
             clock.enter(None)
             events = self._hand_out(step, live, trees, laws, walk, clock)
             yield trees, walk, events
-            if self._run != run:
-                raise RuntimeError("this generation was ended by another one started on the same decoder")
+            keep = [b for b, request in enumerate(live) if not request.done]
+            if not keep:
+                return
+            if self.target.owner is not run:
+                raise RuntimeError("this generation was ended by another one started on the same target model")
 
             clock.enter("target")
             if step == 0:
@@ -213,9 +230,6 @@ class RheoDecoder:
             else:
                 self.target.commit(walk.rows, walk.counts)
                 committed = _after_walk(walk, features)
-            keep = [b for b, request in enumerate(live) if not request.done]
-            if not keep:
-                return
             if len(keep) < len(live):
                 index = torch.tensor(keep, device=device)
                 live = [live[b] for b in keep]
@@ -264,7 +278,7 @@ class RheoDecoder:
         walk: VerifyBatch,
         clock: PhaseClock,
     ) -> list[StreamEvent]:
-        """Give every request what the step emitted for it: the one place where the host waits for the device."""
+        """Give every request what the step emitted for it; here the host waits for the step's results."""
         wanted = [request.params.logprobs for request in live if request.params.logprobs is not None]
         logprobs = None
         if wanted:

@@ -101,7 +101,7 @@ class Metrics:
 
     @property
     def probe_acceptance_rate(self) -> float:
-        """How often a probe that was tested was accepted; NaN when none was."""
+        """Accepted probes per node on a walk whose probe was in the tree; NaN when there was none."""
         return _ratio(self.probe_accepted, self.probe_offered)
 
     @property

@@ -128,7 +128,7 @@ class TreeBatch:
         law_index = torch.full((len(trees), rows), -1)
         log_scores = torch.full((len(trees), rows), -torch.inf, dtype=torch.float64)
         for b, tree in enumerate(trees):
-            log_scores[b, : len(tree)] = torch.tensor([float(score) for score in tree.scores]).double().log()
+            log_scores[b, : len(tree)] = torch.tensor([float(s) for s in tree.scores], dtype=torch.float64).log()
             for law, (row, (token_ids, q)) in enumerate(sorted(tree.probe_laws.items())):
                 law_index[b, row] = law
                 ids[b, law, : len(token_ids)] = torch.tensor(token_ids)

@@ -140,7 +140,7 @@ def _step(trees: TreeBatch, row: Tensor, law: Tensor, noise: WalkNoise, rule: Ve
     p_probe = law.gather(1, probe_token).squeeze(1)
     accepts = has_probe & ~goes_to_lead & (accept_uniform * q_probe < p_probe)
 
-    rest = law.scatter(1, probe_ids, (law.gather(1, probe_ids) - probe_law).clamp(min=0))
+    rest = law.scatter_add(1, probe_ids, -probe_law).clamp_(min=0)  # padding repeats an id, with q~ = 0
     rest = torch.where(rest.sum(dim=1, keepdim=True) > 0, rest, law)
     token = inverse_cdf(rest, noise.residual_uniforms.gather(1, here))
     child = _child_with(trees, is_child & ~is_probe, token)

@@ -80,7 +80,7 @@ EDITS = [
         "        law=law,\n",
         "        law=torch.where(law.sum(-1, keepdim=True) > 0, q, law),\n"),)),
     Edit("residual sampled from p", "optimized/verification.py", ((
-        "rest = law.scatter(1, probe_ids, (law.gather(1, probe_ids) - probe_law).clamp(min=0))",
+        "rest = law.scatter_add(1, probe_ids, -probe_law).clamp_(min=0)",
         "rest = law"),)),
     Edit("accept with <=", "optimized/verification.py", ((
         "(accept_uniform * q_probe < p_probe)",

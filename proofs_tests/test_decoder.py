@@ -139,6 +139,26 @@ def test_a_new_generation_ends_the_old_one_and_the_decoder_goes_on() -> None:
         next(old)
 
 
+def test_a_finished_stream_may_start_the_next_generation() -> None:
+    one, texts = decoder(), []
+    for event in one.stream([[1]], MIXED[0]):
+        if event.finished:
+            texts.append(one.generate([[4]], MIXED[1])[0].token_ids)
+    assert texts == [decoder().generate([[4]], MIXED[1])[0].token_ids]
+
+
+def test_decoders_that_share_a_target_take_turns() -> None:
+    one = decoder()
+    plain = RheoDecoder(one.target, None, config=CONFIG)
+    expected = decoder().generate([[1]], MIXED[0])[0].token_ids
+    old = one.stream([[1]], MIXED[0])
+    next(old)
+    plain.generate([[1]], MIXED[1])
+    with pytest.raises(RuntimeError, match="ended by another one"):
+        next(old)
+    assert one.generate([[1]], MIXED[0])[0].token_ids == expected
+
+
 def test_metrics_account_for_every_token() -> None:
     for result in decoder(eos=(2,)).generate(PROMPTS, MIXED):
         metrics = result.metrics
@@ -187,6 +207,8 @@ def test_nan_fails_its_own_request_and_the_others_are_not_lost(who: str) -> None
     for index, result in enumerate(caught.value.results):
         assert (result is None) == (index == 2)
         assert result is None or result.token_ids == healthy[index].token_ids
+    with pytest.raises(GenerationError, match="request 0"):
+        one.trace(PROMPTS[2], params[2], steps=50)
     broken.logits = good  # type: ignore[union-attr]
     assert one.generate(PROMPTS, params)[2].token_ids == healthy[2].token_ids
 

@@ -237,20 +237,52 @@ def test_a_failing_draft_is_reported_for_its_own_request_only(bad: float | str) 
 
 
 def test_trees_survive_the_round_trip() -> None:
-    case = random_case(7)
-    trees = case.grow()
-    originals = [trees.to_tree(b) for b in range(BATCH)]
-    packed = TreeBatch.from_trees(originals)
-    for b, tree in enumerate(originals):
-        back = packed.to_tree(b)
-        assert back.key == tree.key
-        np.testing.assert_allclose(np.array(back.scores, float), np.array(tree.scores, float), rtol=1e-14)
-        reach = packed.ancestors()[b]
-        for row in range(len(tree)):
-            climbed = [row]
-            while climbed[-1] > 0:
-                climbed.append(tree.parents[climbed[-1]])
-            assert sorted(climbed) == torch.flatten(reach[row].nonzero()).tolist()
+    """Packed again with laws of different lengths: equal nodes, scores, laws, ancestors, and equal walks."""
+    probes = 0
+    for seed in range(40):
+        case = random_case(seed)
+        trees = case.grow()
+        originals = [trees.to_tree(b) for b in range(BATCH)]
+        packed = TreeBatch.from_trees(originals)
+        for b, tree in enumerate(originals):
+            back = packed.to_tree(b)
+            assert back.key == tree.key
+            np.testing.assert_allclose(np.array(back.scores, float), np.array(tree.scores, float), rtol=1e-14)
+            assert {row: ids for row, (ids, _) in back.probe_laws.items()} == {
+                row: ids for row, (ids, _) in tree.probe_laws.items()
+            }
+            for row, (_, law) in tree.probe_laws.items():
+                np.testing.assert_array_equal(back.probe_laws[row][1], law)
+            probes += len(tree.probe_laws)
+            reach = packed.ancestors()[b]
+            for row in range(len(tree)):
+                climbed = [row]
+                while climbed[-1] > 0:
+                    climbed.append(tree.parents[climbed[-1]])
+                assert sorted(climbed) == torch.flatten(reach[row].nonzero()).tolist()
+        rng = np.random.default_rng([seed, 2])
+        targets = [random_target(rng, tree, trees.rows, case.drafter.target_vocab) for tree in originals]
+        target = torch.from_numpy(np.stack(targets))
+        walks = verify_trees(trees, target, case.noise, case.config.verification)
+        again = verify_trees(packed, target[:, : packed.rows], case.noise, case.config.verification)
+        width = again.token_ids.shape[1]
+        assert torch.equal(walks.token_ids[:, :width], again.token_ids)
+        assert torch.equal(walks.rows[:, :width], again.rows)
+    assert probes > 100
+
+
+def test_a_residual_is_right_where_packing_padded_the_probes_law() -> None:
+    """Two laws of different length, token 0 in the shorter: its residual must lose q~(0) however padding is written."""
+    short = DraftTree((-1, 2), (-1, 0), (0, 1), (0, 0), (False, True), (1.0, 0.5), {0: ((2, 0), np.array([0.4, 0.6]))})
+    long = DraftTree(
+        (-1, 1), (-1, 0), (0, 1), (0, 0), (False, True), (1.0, 0.5), {0: ((1, 0, 2), np.array([0.5, 0.25, 0.25]))}
+    )
+    target = torch.tensor([[0.5, 0.3, 0.2]] * 2, dtype=torch.float64).expand(2, 2, 3)
+    for uniform in np.linspace(0, 0.999, 50):
+        rows = torch.full((2, 2), uniform, dtype=torch.float64)
+        noise = StepNoise(rows, torch.full_like(rows, 0.999), rows, rows)  # the probe is turned down
+        walk = verify_trees(TreeBatch.from_trees([short, long]), target, noise)
+        assert int(walk.token_ids[0, 0]) == 1  # max(0, p - q~) = (0, .3, 0)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from reference.verification import verify
 RULES = ("rheo", "rrsw")
 RANDOM_SEED = 20260901
 
-# The design's example: the same tokens {0, 1} under the root are two classes, by which of them is the probe.
+# The same tokens {0, 1} under the root are two classes, by which of them is the probe.
 TWO_CLASSES = RheoConfig(lead_tokens=0, branching=2, depth=1, tree_size=2)
 TWO_CLASSES_LAW = law(3, 2, 1)
 

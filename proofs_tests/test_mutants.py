@@ -53,7 +53,7 @@ def test_mutant_is_caught(name):
         )
     else:
         assert found.tv > Fraction(1, 20)
-    if mutant.known:  # of the same order as the design's figure, which is of another case
+    if mutant.known:  # of the same order as what was found before, in another case
         assert Fraction(2, 3) < found.tv / Fraction(mutant.known) < 2
 
 

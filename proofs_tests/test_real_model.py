@@ -161,7 +161,7 @@ def test_the_same_seed_in_a_batch_diverges_only_inside_a_margin(
                 margins.clear()
                 law = torch.softmax(recorder.target[step][0, : len(tree)].double(), dim=-1).numpy()
                 verify(tree, law, verify_noise(b, step + 1, len(tree)), margins=margins)
-            assert min(margin.value for margin in margins) < 1e-4, f"request {b}, step {step + 1}: {margins}"
+            assert any(0 < margin.value < 1e-4 for margin in margins), f"request {b}, step {step + 1}: {margins}"
             break
     with capsys.disabled():
         print(f"\n{diverged} of {len(prompts)} texts diverged in company, each at a decision within 1e-4")

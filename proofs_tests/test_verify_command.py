@@ -195,6 +195,7 @@ def test_greedy_texts_are_certain(loaded: dict[str, Any]) -> None:
         (["--draft", "embedded"], "draft is for models"),
         (["--tokens", "3"], "--tokens is for models"),
         (["--draws", "10"], "draws must be at least"),
+        (["--draws", "0"], "draws must be at least"),
         (["--alpha", "0"], "alpha must lie between 0 and 1"),
         (["--seed", "-1"], "seed must be"),
         ([*PAIR, "--no-draft"], "--no-draft leaves nothing to test"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from optimized.decoder import RheoDecoder
 from optimized.sampling_params import SamplingParams
@@ -68,20 +69,19 @@ def _plain(decoder: RheoDecoder) -> Method:
     model, tokenizer = decoder.target.model, decoder.tokenizer
 
     def sample(prompt: str, ids: list[int], params: SamplingParams) -> Sample:
-        how: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        how: dict[str, Any] = {"do_sample": False}
         if not params.greedy:
             how = {"do_sample": True, "temperature": params.temperature, "top_p": 1.0, "top_k": 0}
+        # A fresh configuration: the checkpoint's own may hold penalties and filters, which would be another law.
+        eos = list(decoder.target.eos_token_ids)
+        config = GenerationConfig(
+            **how, max_new_tokens=params.max_new_tokens, eos_token_id=eos or None, pad_token_id=eos[0] if eos else None
+        )
         inputs = torch.tensor([ids], device=decoder.target.device)
         torch.manual_seed(params.resolved_seed())
         start = time.perf_counter()
         with torch.inference_mode():
-            output = model.generate(
-                inputs,
-                attention_mask=torch.ones_like(inputs),
-                max_new_tokens=params.max_new_tokens,
-                pad_token_id=next(iter(decoder.target.eos_token_ids), None),
-                **how,
-            )
+            output = model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=config)
         token_ids = tuple(output[0, len(ids) :].tolist())
         seconds = time.perf_counter() - start
         text = tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -80,11 +80,13 @@ def verify(
 
     check_alpha(alpha)
     SamplingParams(seed=seed)  # refuses what is no seed
+    if draws is None:
+        draws = PAIR_DRAWS if models.target else TOY_DRAWS
     if models.target:
-        record, problems = verify_pair(prompt, law, models, shape, draws or PAIR_DRAWS, tokens, seed, alpha, as_json)
+        record, problems = verify_pair(prompt, law, models, shape, draws, tokens, seed, alpha, as_json)
     else:
         refuse_without_target(prompt, law, models, shape, tokens)
-        record, problems = verify_built_in(draws or TOY_DRAWS, seed, alpha, as_json)
+        record, problems = verify_built_in(draws, seed, alpha, as_json)
     if as_json:
         record = {"agrees": not problems, "problems": problems, "alpha": alpha, "seed": seed, **record}
         typer.echo(json.dumps(record, ensure_ascii=False, indent=2))
@@ -252,7 +254,7 @@ def show_pair(check: PairCheck, prompt: str, text_of: Callable[[Block], str]) ->
     rates = metrics.acceptance_rates
     passes = f"{check.accepted} of {metrics.target_passes} passes accepted a draft token"
     facts.add_row("accepted", passes, f"{100 * rates[0]:.0f} %" if rates else "–")
-    facts.add_row("probes", "accepted, of those tested", f"{metrics.probe_accepted} of {metrics.probe_offered}")
+    facts.add_row("probes", "accepted, of those on the walk", f"{metrics.probe_accepted} of {metrics.probe_offered}")
     cells = "–" if check.judgement.comparison is None else str(check.judgement.comparison.cells)
     facts.add_row("cells", f"named blocks hold {100 * check.named_mass:.0f} % of the mass", cells)
     facts.add_row("bias seen", "smallest total variation between cells", bias(check.judgement))

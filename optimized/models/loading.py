@@ -86,6 +86,7 @@ def load_drafter(
         return CausalDrafter(_load_causal(directory, dtype, target.device, pack), target.vocab_size)
     head, vocab_map = load_head(directory, target.hidden_size, target.vocab_size)
     head = head.to(target.device, dtype)
+    head.rotary_emb = type(head.rotary_emb)(head.rotary_emb.config).to(target.device)  # its frequencies stay float32
     if pack:
         pack_linears(head)
     layers = feature_layers or default_feature_layers(target.num_layers)

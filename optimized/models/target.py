@@ -29,6 +29,7 @@ class TargetModel:
     def __init__(self, model: Any, feature_layers: Sequence[int] = ()) -> None:
         self._runner = CachedModel(model)
         self.model = model
+        self.owner: object = None  # the generation that uses cache and features now; set by whoever starts one
         self.eos_token_ids: tuple[int, ...] = _eos_token_ids(model)
         self.feature_layers = tuple(feature_layers)
 
