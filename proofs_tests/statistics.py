@@ -1,19 +1,9 @@
 """Statistical tests of losslessness that say how often they err and what they can see.
 
-Counts of *joint* token blocks are compared with their exact law. Three numbers make such a test honest:
-
-* The false-alarm rate. The whole suite has one budget, ``SUITE_ALPHA``, shared equally by ``FAMILIES``; within a
-  family Holm's procedure holds for any dependence between its tests. Seeds are fixed, so a verdict never changes by
-  rerunning.
-* The smallest bias it can see. A law at total variation t or more from the stated one gives the statistic a
-  noncentrality of 2 n KL >= 4 n t^2 (Pinsker), whatever the direction of the bias; the worst direction moves mass out
-  of cells that hold half of it. ``detectable_tv`` is the t that is found with probability ``POWER``.
-* The sample size, which must suffice for the bias that the test claims to see.
-
-The statistic is the likelihood ratio G = 2 sum O log(O / E) with Williams' correction, referred to the chi-square law.
-Pearson's sum (O - E)^2 / E agrees at the usual levels, but a budget of 1e-6 sits far out in the tail, where a Poisson
-count is not Gaussian: with ten cells of ten, Pearson's rate at a level of 1e-9 is 140 times that level, G's is 1.2
-times (``test_statistics`` computes both).
+``reference.statistics`` compares counts of *joint* token blocks with their exact law, and says which bias it can see.
+Here is what a suite of such tests needs on top: one false-alarm budget, ``SUITE_ALPHA``, shared by ``FAMILIES`` and
+within a family by Holm's procedure, which holds for any dependence between its tests; and assertions that the sample
+suffices for the bias a test claims to see. Seeds are fixed, so a verdict never changes by rerunning.
 """
 
 from __future__ import annotations
