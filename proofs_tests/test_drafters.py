@@ -10,7 +10,7 @@ from optimized.models.causal_drafter import CausalDrafter, check_same_tokenizer
 from optimized.models.drafter import TreeMask
 from optimized.trees import LevelNodes
 
-ATOL = 2e-5  # float32 rounding; wrong positions or masks move the logits by > 1e-2
+ATOL = 2e-4  # float32 rounding moved logits by up to 4e-5 here; wrong positions or masks move them by > 1e-2
 VOCAB = 89
 
 

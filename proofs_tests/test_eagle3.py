@@ -16,7 +16,7 @@ from optimized.models.packed_linear import pack_linears
 from optimized.models.target import TargetModel
 from optimized.trees import LevelNodes
 
-ATOL = 2e-5  # float32 rounding; wrong positions, masks or features move the logits by > 1e-2
+ATOL = 2e-4  # float32 rounding; wrong positions, masks or features move the logits by > 1e-2
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, DRAFT_VOCAB, THETA, EPS = 97, 32, 4, 2, 16, 41, 5e3, 1e-5
 
 RAW = {

@@ -57,9 +57,6 @@ def budgets(config: RheoConfig, case: Case, at_most: int) -> range:
     return range(1, largest + 1)
 
 
-# --- Theorem 1 -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.lossless
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", HARD_CASES_BY_NAME)
@@ -148,9 +145,6 @@ def test_output_law_in_floats_is_the_target_law_up_to_rounding():
     output = output_law(config, draft, lambda path: np.array(case.target(path), dtype=float), 2)
     assert all(isinstance(probability, float) for probability in output.values())
     assert total_variation(output, target_law(case.target, 2)) < 1e-14
-
-
-# --- Equivalence classes -------------------------------------------------------------------------------------------
 
 
 def test_tree_classes_tell_a_probe_from_a_fill_of_the_same_token():
@@ -278,9 +272,6 @@ def probe_edges(config: RheoConfig, case: Case, path: tuple[int, ...]) -> list[F
     return cumulative([q_t[token] for token in ranked[config.lead_tokens :]])
 
 
-# --- The walk ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.lossless
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", HARD_CASES_BY_NAME)
@@ -366,9 +357,6 @@ def test_expected_acceptance_length_on_a_real_vocabulary(rule):
     assert abs(length - enumerated) < 1e-12
 
 
-# --- The float64 run is the exact run ------------------------------------------------------------------------------
-
-
 @sizes(150, 5000)
 def test_float_run_makes_the_decisions_of_the_exact_run(size):
     """Dyadic laws are the same numbers in both arithmetics; odd uniforms keep every draw away from a tie."""
@@ -405,9 +393,6 @@ def test_float_run_makes_the_decisions_of_the_exact_run(size):
         walked[len(result.accepted_nodes)] += 1
     assert walked[0] > 0
     assert walked[2] > 0, "the walks are too short for this to be a test"
-
-
-# --- Enumeration: what it refuses ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("horizon", [0, -1, 1.5, True])

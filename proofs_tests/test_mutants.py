@@ -15,19 +15,14 @@ from proofs_tests.mutants import (
     MUTANTS,
     NOISE_DRAWS,
     NOISE_MUTANTS,
-    RHEO,
-    RRSW,
     SOUND_NOISE,
     TWINS,
-    emitted_on,
-    merged_trees,
     mutants_table,
     noise_comparison,
-    sampled_on,
-    tree_key,
     worst_case,
 )
 from proofs_tests.statistics import Family
+from proofs_tests.variants import RHEO, RRSW, emitted_on, merged_trees, sampled_on, tree_key
 from reference.api import RheoConfig
 from reference.exact import tree_classes, tree_output_law
 

@@ -15,9 +15,6 @@ F = Fraction
 HALF = law(1, 1)
 
 
-# --- RheoConfig ----------------------------------------------------------------------------------------------------
-
-
 def test_config_defaults():
     config = RheoConfig()
     assert (config.lead_tokens, config.branching, config.depth, config.tree_size, config.draft_support) == (
@@ -52,9 +49,6 @@ def test_config_refuses_zero(name):
 def test_config_refuses_names(name):
     with pytest.raises(ValueError, match=rf"{name} must be one of \('rheo', '\w+'\), got 'eagle'"):
         RheoConfig(**{name: "eagle"})
-
-
-# --- Laws ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -149,9 +143,6 @@ def test_inverse_cdf_never_draws_an_empty_index(weights, uniform, index):
     assert margin == pytest.approx(min(abs(uniform - edge) for edge in edges) * float(sum(weights)))
 
 
-# --- Noise ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("value", [1.0, -1e-9, float("nan"), 2.0])
 def test_noise_refuses_what_is_no_uniform(value):
     with pytest.raises(ValueError, match=r"probe_uniforms\[1, 2\] is .*; uniforms lie in \[0, 1\)"):
@@ -168,8 +159,6 @@ def test_noise_refuses_shapes():
     with pytest.raises(ValueError, match=r"one length, got .*'lead_uniforms': 3"):
         VerifyNoise(np.zeros(4), np.zeros(4), np.zeros(3))
 
-
-# --- DraftTree -----------------------------------------------------------------------------------------------------
 
 GOOD = {
     "token_ids": (-1, 5, 7, 5),

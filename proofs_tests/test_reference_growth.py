@@ -239,9 +239,6 @@ def test_grow_tree_refuses_too_few_uniforms(shape):
         grow_tree(config, lambda path: DraftLaw(FLAT, FLAT), GrowthNoise(np.zeros(shape)))
 
 
-# --- Laws of logits ------------------------------------------------------------------------------------------------
-
-
 def test_from_logits_cuts_ties_at_the_lower_token_id():
     draft_law = DraftLaw.from_logits([1.0, 2.0, 1.0, 2.0, 1.0], draft_support=3)
     assert list(draft_law.ranked_tokens()) == [1, 3, 0]
@@ -310,9 +307,6 @@ def test_float_growth_is_one_of_the_float_classes_bit_by_bit():
         for _ in range(10):
             tree = grow_tree(config, lambda path, draft=draft: draft[sum(path) % 7], GrowthNoise(rng.random((2, 2))))
             assert classes[tree.key][0] == tree.scores
-
-
-# --- One node ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

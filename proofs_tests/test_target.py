@@ -30,9 +30,7 @@ from optimized.models.kv_cache import TreeCache, causal
 from optimized.models.packed_linear import PackedLinear, pack_linears, packing_available
 from optimized.models.target import TargetModel
 
-ATOL = (
-    2e-5  # float32 rounding of tiny models, whose logits are of order 1; a wrong mask or position moves them by > 1e-2
-)
+ATOL = 2e-4  # float32 rounding moved logits by up to 4e-5 here; wrong positions or masks move them by > 1e-2
 VOCAB = 97
 LIMIT = 64
 
