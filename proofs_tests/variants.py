@@ -1,9 +1,9 @@
 """The algorithm cut into small pieces, and the exact law of the output for any choice of them.
 
 A ``Variant`` is a choice of pieces: how probes are drawn, slots laid out, nodes ordered and kept, how a walk goes on.
-With the right ones it is the algorithm itself (``RHEO``, ``RRSW``); ``proofs_tests.wrong_pieces`` has others. The law is
-summed in Fractions over every probe of every expanded node and every walk. The pieces work on trees of ``Node``s, not
-on ``DraftTree``, which refuses some of what mutants grow.
+With the right ones it is the algorithm itself (``RHEO``, ``RRSW``); ``proofs_tests.wrong_pieces`` has others. The law
+is summed in Fractions over every probe of every expanded node and every walk. The pieces work on trees of ``Node``s,
+not on ``DraftTree``, which refuses some of what mutants grow.
 """
 
 from __future__ import annotations
