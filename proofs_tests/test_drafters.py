@@ -9,17 +9,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from optimized.models.causal_drafter import CausalDrafter, check_same_tokenizer
 from optimized.models.drafter import TreeMask
 from optimized.trees import LevelNodes
+from proofs_tests.tiny_models import spread
 
 ATOL = 2e-4  # float32 rounding moved logits by up to 4e-5 here; wrong positions or masks move them by > 1e-2
 VOCAB = 89
-
-
-def spread(model):
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 2.0 / parameter.shape[-1] ** 0.5)
-    return model.eval()
 
 
 def llama(vocab: int = VOCAB):

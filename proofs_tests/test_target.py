@@ -29,6 +29,7 @@ from transformers import (
 from optimized.models.kv_cache import TreeCache, causal
 from optimized.models.packed_linear import PackedLinear, pack_linears, packing_available
 from optimized.models.target import TargetModel
+from proofs_tests.tiny_models import spread
 
 ATOL = 2e-4  # float32 rounding moved logits by up to 4e-5 here; wrong positions or masks move them by > 1e-2
 VOCAB = 97
@@ -36,15 +37,6 @@ LIMIT = 64
 
 # A tree of 8 rows, not level-major on purpose (only parents before children is needed), and a chain padded to 8 rows.
 TREES = [[-1, 0, 0, 1, 1, 2, 3, 6], [-1, 0, 1, 2, -1, -1, -1, -1], [-1, 0, 0, 0, 2, 4, -1, -1]]
-
-
-def spread(model):
-    """Larger weights than the default initialisation, so that attention really depends on what is seen."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 2.0 / parameter.shape[-1] ** 0.5)
-    return model.eval()
 
 
 def llama(attention: str = "sdpa", **changes):
