@@ -7,7 +7,8 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,6 +21,21 @@ from reference.api import RheoConfig
 Expand = Callable[[LevelNodes], Tensor]
 
 
+@dataclass(frozen=True, eq=False)
+class Beam:
+    """The best nodes that a level offers.
+
+    Attributes:
+        nodes: as the drafter wants them.
+        offers: [batch, beam] long, ``rank of the parent * branching + slot`` of each.
+        log_scores: [batch, beam] logarithm of the path score; -inf where not valid.
+    """
+
+    nodes: LevelNodes
+    offers: Tensor
+    log_scores: Tensor
+
+
 def grow_trees(
     config: RheoConfig,
     root_logits: Tensor,
@@ -27,6 +43,7 @@ def grow_trees(
     temperatures: Tensor,
     probe_uniforms: Tensor,
     vocab_map: Tensor | None = None,
+    steps: GrowthSteps | None = None,
 ) -> TreeBatch:
     """Grow one draft tree per request.
 
@@ -38,45 +55,61 @@ def grow_trees(
         temperatures: [batch] one per request.
         probe_uniforms: [batch, depth, beam] in [0, 1).
         vocab_map: [draft vocab] long, increasing, the target id of each draft id; None when they are the same.
+        steps: a backend's own version of the three steps; None for those of this module.
 
     Raises:
         ValueError: shapes that do not fit together.
     """
     _check_shapes(config, root_logits, temperatures, probe_uniforms, vocab_map)
-    beam, branching = config.beam_width, config.branching
+    steps = steps or TORCH_STEPS
     uniforms = probe_uniforms.double()
 
-    levels = [level_slots(config, root_logits.unsqueeze(1), temperatures, uniforms[:, 0, :1], vocab_map)]
-    scores = [levels[0].log_weights]
-    expanded_offers: list[Tensor] = []  # per level: which offered node (index within its level) each beam rank holds
+    root_score = torch.zeros_like(uniforms[:, 0, :1])
+    slots = steps.level_slots(config, root_logits.unsqueeze(1), root_score, temperatures, uniforms[:, 0, :1], vocab_map)
+    levels, beams = [slots], []
     for depth in range(1, config.depth):
-        ranking = scores[-1].flatten(1).sort(dim=1, descending=True, stable=True)
-        width = min(beam, ranking.indices.shape[1])
-        best, best_scores = ranking.indices[:, :width], ranking.values[:, :width]
-        valid = best_scores > -torch.inf
-        nodes = LevelNodes(
-            token_ids=torch.where(valid, levels[-1].token_ids.flatten(1).gather(1, best), 0),
-            parents=torch.where(valid, best // branching, 0),
-            valid=valid,
-            depth=depth,
-        )
-        logits = expand(nodes)
-        if logits.shape != (*best.shape, root_logits.shape[-1]):
-            expected = [*best.shape, root_logits.shape[-1]]
+        beam = steps.select_beam(config, levels[-1], depth)
+        logits = expand(beam.nodes)
+        if logits.shape != (*beam.offers.shape, root_logits.shape[-1]):
+            expected = [*beam.offers.shape, root_logits.shape[-1]]
             raise ValueError(f"expand returned logits of shape {list(logits.shape)} at depth {depth}, not {expected}")
-        slots = level_slots(config, logits, temperatures, uniforms[:, depth, :width], vocab_map)
-        levels.append(slots)
-        scores.append(best_scores.unsqueeze(2) + slots.log_weights)
-        expanded_offers.append(best)
-    return _prune(config, levels, scores, expanded_offers)
+        level_uniforms = uniforms[:, depth, : logits.shape[1]]
+        levels.append(steps.level_slots(config, logits, beam.log_scores, temperatures, level_uniforms, vocab_map))
+        beams.append(beam)
+    return steps.prune(config, levels, beams)
 
 
-def _prune(
-    config: RheoConfig, levels: list[LevelSlots], scores: list[Tensor], expanded_offers: list[Tensor]
-) -> TreeBatch:
-    """Keep the best ``tree_size`` of all offered nodes and number them level-major."""
-    batch, device = scores[0].shape[0], scores[0].device
-    offered = torch.cat([score.flatten(1) for score in scores], dim=1)
+def select_beam(config: RheoConfig, slots: LevelSlots, depth: int) -> Beam:
+    """The best ``config.beam_width`` nodes that a level offers (all of them if fewer).
+
+    Args:
+        config: the trees' shape.
+        slots: what the level offers.
+        depth: the level, 1 for the root's children.
+    """
+    ranking = slots.log_scores.flatten(1).sort(dim=1, descending=True, stable=True)
+    width = min(config.beam_width, ranking.indices.shape[1])
+    offers, log_scores = ranking.indices[:, :width], ranking.values[:, :width]
+    valid = log_scores > -torch.inf
+    nodes = LevelNodes(
+        token_ids=torch.where(valid, slots.token_ids.flatten(1).gather(1, offers), 0),
+        parents=torch.where(valid, offers // config.branching, 0),
+        valid=valid,
+        depth=depth,
+    )
+    return Beam(nodes, offers, log_scores)
+
+
+def prune(config: RheoConfig, levels: Sequence[LevelSlots], beams: Sequence[Beam]) -> TreeBatch:
+    """Keep the best ``config.tree_size`` of all offered nodes and number them level-major.
+
+    Args:
+        config: the trees' shape.
+        levels: what each level offers.
+        beams: which of each level's nodes were expanded to offer the next, one fewer than ``levels``.
+    """
+    batch, device = levels[0].failed.shape[0], levels[0].failed.device
+    offered = torch.cat([slots.log_scores.flatten(1) for slots in levels], dim=1)
     count = offered.shape[1]
     size = min(config.tree_size, count)
     rows = size + 1
@@ -96,7 +129,7 @@ def _prune(
     level_of = levels_of(tuple(widths), config.branching, device)
     offer_of_expanded = torch.cat(
         [torch.full((batch, 1), count, device=device)]
-        + [best + first for best, first in zip(expanded_offers, first_offered, strict=False)],
+        + [beam.offers + first for beam, first in zip(beams, first_offered, strict=False)],
         dim=1,
     )
 
@@ -125,17 +158,28 @@ def _prune(
         probe_law_ids=torch.cat([slots.law_ids for slots in levels], dim=1).view(batch, -1, support),
         probe_laws=torch.cat([slots.law for slots in levels], dim=1).view(batch, -1, support),
         law_index=law_index[:, :rows],
-        draft_failed=_any_failed(levels, scores, expanded_offers),
+        draft_failed=any_failed(levels, beams),
         depth=config.depth,
     )
 
 
-def _any_failed(levels: list[LevelSlots], scores: list[Tensor], expanded_offers: list[Tensor]) -> Tensor:
+def any_failed(levels: Sequence[LevelSlots], beams: Sequence[Beam]) -> Tensor:
     """[batch] whether the draft failed at a node that was really expanded."""
-    failed = levels[0].failed.any(dim=1)
-    for slots, score, best in zip(levels[1:], scores, expanded_offers, strict=False):
-        failed = failed | (slots.failed & (score.flatten(1).gather(1, best) > -torch.inf)).any(dim=1)
-    return failed
+    expanded = [torch.ones_like(levels[0].failed), *(beam.nodes.valid for beam in beams)]
+    failed = torch.cat([slots.failed for slots in levels], dim=1)
+    return (failed & torch.cat(expanded, dim=1)).any(dim=1)
+
+
+@dataclass(frozen=True)
+class GrowthSteps:
+    """The three steps of growth, which a backend may bring its own versions of."""
+
+    level_slots: Callable[[RheoConfig, Tensor, Tensor, Tensor, Tensor, Tensor | None], LevelSlots]
+    select_beam: Callable[[RheoConfig, LevelSlots, int], Beam]
+    prune: Callable[[RheoConfig, Sequence[LevelSlots], Sequence[Beam]], TreeBatch]
+
+
+TORCH_STEPS = GrowthSteps(level_slots, select_beam, prune)
 
 
 def _check_shapes(

@@ -17,7 +17,7 @@ class LevelSlots:
 
     Attributes:
         token_ids: [batch, beam, branching] long target ids, in schedule order.
-        log_weights: [batch, beam, branching] float64; -inf where there is no such slot.
+        log_scores: [batch, beam, branching] float64, logarithm of the path score; -inf where there is no such slot.
         is_probe: [batch, beam, branching] bool.
         law_ids: [batch, beam, support] long target ids in rank order.
         law: [batch, beam, support] float64, q~; all 0 where there is no probe.
@@ -25,7 +25,7 @@ class LevelSlots:
     """
 
     token_ids: Tensor
-    log_weights: Tensor
+    log_scores: Tensor
     is_probe: Tensor
     law_ids: Tensor
     law: Tensor
@@ -62,13 +62,19 @@ def rank_logits(logits: Tensor, support: int) -> tuple[Tensor, Tensor]:
 
 
 def level_slots(
-    config: RheoConfig, logits: Tensor, temperatures: Tensor, uniforms: Tensor, vocab_map: Tensor | None = None
+    config: RheoConfig,
+    logits: Tensor,
+    parent_scores: Tensor,
+    temperatures: Tensor,
+    uniforms: Tensor,
+    vocab_map: Tensor | None = None,
 ) -> LevelSlots:
     """Slots of every node of a level (docs/algorithm.md, "Slots of one node").
 
     Args:
         config: the tree's shape.
         logits: [batch, beam, draft vocab] the draft's logits at the expanded nodes; float64 is rounded to float32.
+        parent_scores: [batch, beam] float64, logarithm of the expanded nodes' path scores; -inf for padding.
         temperatures: [batch] the requests' temperatures; below ``GREEDY_TEMPERATURE`` there is no probe.
         uniforms: [batch, beam] in [0, 1), one per node.
         vocab_map: [draft vocab] long, increasing, the target id of each draft id; None when they are the same.
@@ -115,7 +121,7 @@ def level_slots(
     log_weights = torch.where(schedule < num_slots, weights.log(), -torch.inf)
     return LevelSlots(
         token_ids=ids.gather(-1, index.clamp(max=support - 1)),
-        log_weights=log_weights,
+        log_scores=parent_scores.unsqueeze(2) + log_weights,
         is_probe=is_probe,
         law_ids=ids,
         law=law,

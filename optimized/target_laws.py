@@ -49,7 +49,7 @@ class _Stage:
     """The requests that asked for one kind of processing, and their parameters."""
 
     rows: Tensor | None  # [n] int64; None: every request of the batch
-    values: Tensor  # [n, 1]
+    values: Tensor  # [n, 1, 1]
 
     def apply(self, rows: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """``function(rows of those requests, values)`` put in their place; may write into ``rows``."""
@@ -163,7 +163,7 @@ class SamplingBatch:
         if not rows:
             return None
         index = torch.tensor(rows, dtype=torch.int64, device=self.device)
-        chosen = self._float64([value for value in values if value is not None])[:, None]
+        chosen = self._float64([value for value in values if value is not None])[:, None, None]
         return _Stage(None if len(rows) == len(values) else index, chosen)
 
     def _places(self, pairs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor] | None:
@@ -216,28 +216,42 @@ class TargetLaws:
             [batch, vocab_size] float64; not negative, rows sum to one.
         """
         batch = self.batch
-        scores = self._processed(rows)
-        top = self._exclude_bad(scores)
+        scores = self._processed(rows[:, None])
+        top, bad = _exclude_bad(scores)
+        self.bad |= bad[:, 0]
         best = scores.argmax(-1, keepdim=True) if batch.greedy is not None else None
         if batch.all_greedy:
-            return torch.zeros_like(scores).scatter_(1, _given(best), 1.0)
-        if batch.top_k is not None:
-            # Before the division: dividing by T keeps the order, and cannot round two neighbours into a tie here.
-            scores = batch.top_k.apply(scores, self._keep_top_k)
-        scores -= top  # before the division: neither overflow nor lost digits at a small T
-        if batch.divisors is not None:
-            scores = batch.divisors.apply(scores, Tensor.div_)
-        if batch.top_p is not None:
-            scores = batch.top_p.apply(scores, _keep_top_p)
-        if batch.min_p is not None:
-            scores = batch.min_p.apply(scores, _keep_min_p)
+            return torch.zeros_like(scores).scatter_(-1, _given(best), 1.0)[:, 0]
         # softmax works row by row: the law's bits do not depend on who else is in the batch (exp and sum would).
-        law = scores.softmax(-1)
+        law = self._filtered(scores, top).softmax(-1)
         if batch.greedy is not None:
             greedy = _given(batch.greedy.rows)
-            law[greedy] = 0.0
-            law[greedy, _given(best)[greedy, 0]] = 1.0
-        return law
+            law[greedy] = torch.zeros_like(law[greedy]).scatter_(-1, _given(best)[greedy], 1.0)
+        return law[:, 0]
+
+    def masked_logits(self) -> Tensor:
+        """The logits of all rows, not yet divided by T, with -inf for every token that the parameters exclude.
+
+        What the verification kernels read: softmax(masked / T) is the row's law, for a greedy request the one-hot at
+        the largest. Where no parameter asks for a change these are the target's own logits, not copied; otherwise
+        float32, made for all rows at once. Rows that are ``bad`` stay as they are: the kernels report them.
+
+        Returns:
+            [batch, rows, vocab_size].
+        """
+        batch = self.batch
+        changed = batch.bias_places is not None or batch.penalty is not None or batch.end_places is not None
+        filtered = batch.top_k is not None or batch.top_p is not None or batch.min_p is not None
+        if not changed and not filtered:
+            return self.logits
+        every = torch.arange(self.logits.shape[1], device=self.logits.device)
+        scores = self._processed(every.expand(self.logits.shape[0], -1))
+        if not filtered:
+            return scores.float()
+        kept = scores.clone()
+        top, bad = _exclude_bad(kept)
+        outside = (self._filtered(kept, top) == -math.inf) & ~bad[..., None]
+        return scores.masked_fill_(outside, -math.inf).float()
 
     def logprobs(self, rows: Tensor, token_ids: Tensor, alternatives: int) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities under the target's raw logits, before any processing and at temperature 1 (as vLLM's).
@@ -261,12 +275,28 @@ class TargetLaws:
         top, top_ids = scores.topk(alternatives, dim=-1)
         return chosen[..., 0], top_ids, top - total
 
-    def _processed(self, rows: Tensor) -> Tensor:
-        """[batch, vocab_size] float64: bias, repetition penalty and minimum length applied; a copy of its own."""
+    def _filtered(self, scores: Tensor, top: Tensor) -> Tensor:
+        """The scores divided by T, their maxima subtracted, -inf where top-k, top-p or min-p exclude a token."""
         batch = self.batch
-        scores = self.logits[self._requests, rows].to(torch.float64)
+        if batch.top_k is not None:
+            # Before the division: dividing by T keeps the order, and cannot round two neighbours into a tie here.
+            scores = batch.top_k.apply(scores, self._keep_top_k)
+        scores -= top  # before the division: neither overflow nor lost digits at a small T
+        if batch.divisors is not None:
+            scores = batch.divisors.apply(scores, Tensor.div_)
+        if batch.top_p is not None:
+            scores = batch.top_p.apply(scores, _keep_top_p)
+        if batch.min_p is not None:
+            scores = batch.min_p.apply(scores, _keep_min_p)
+        return scores
+
+    def _processed(self, rows: Tensor) -> Tensor:
+        """[batch, n, vocab_size] float64: bias, penalty and minimum length applied at ``rows`` [batch, n]; a copy."""
+        batch = self.batch
+        scores = self.logits[self._requests[:, None], rows].to(torch.float64)
         if batch.bias_places is not None:
-            scores.index_put_(batch.bias_places, batch.bias_values, accumulate=True)
+            requests, tokens = batch.bias_places
+            scores[requests, :, tokens] += batch.bias_values[:, None]
         if batch.penalty is not None:
             seen = self._seen(rows)
             seen = seen if batch.penalty.rows is None else seen[batch.penalty.rows]
@@ -276,41 +306,42 @@ class TargetLaws:
 
             scores = batch.penalty.apply(scores, penalise)
         if batch.end_places is not None:
-            depths = 0 if self.trees is None else self.trees.depths[self._requests, rows]
-            too_short = batch.generated + depths < batch.min_new_tokens
+            depths = 0 if self.trees is None else self.trees.depths[self._requests[:, None], rows]
+            too_short = (batch.generated[:, None] + depths) < batch.min_new_tokens[:, None]
             requests, tokens = batch.end_places
-            scores[requests, tokens] = torch.where(too_short[requests], -math.inf, scores[requests, tokens])
+            scores[requests, :, tokens] = torch.where(too_short[requests], -math.inf, scores[requests, :, tokens])
         return scores
 
     def _seen(self, rows: Tensor) -> Tensor:
-        """[batch, vocab_size] bool: tokens of the prompt, of the output and of the path below the root."""
-        seen = _given(self.batch.seen)
+        """[batch, n, vocab_size] bool: tokens of the prompt, of the output and of the path below the root."""
+        seen = _given(self.batch.seen)[:, None]
         if self.trees is not None:
-            on_path = _given(self._ancestors)[self._requests, rows][:, 1:]
-            path = torch.where(on_path, self.trees.token_ids[:, 1:], self.batch.vocab_size)
-            seen = seen.clone().scatter_(1, path, True)
-        return seen[:, :-1]
-
-    def _exclude_bad(self, scores: Tensor) -> Tensor:
-        """Record unusable rows, make them one-hot at token 0, and return every row's maximum, [batch, 1]."""
-        top = scores.amax(-1)  # NaN if there is one, +inf if there is one, -inf if nothing is left
-        bad = ~top.isfinite()
-        self.bad |= bad
-        scores.masked_fill_(bad[:, None], -math.inf)
-        scores[:, 0].masked_fill_(bad, 0.0)
-        return top.masked_fill_(bad, 0.0)[:, None]
+            on_path = _given(self._ancestors)[self._requests[:, None], rows][..., 1:]
+            path = torch.where(on_path, self.trees.token_ids[:, None, 1:], self.batch.vocab_size)
+            seen = seen.repeat(1, rows.shape[1], 1).scatter_(-1, path, True)
+        return seen[..., :-1]
 
     def _keep_top_k(self, scores: Tensor, top_k: Tensor) -> Tensor:
         largest = scores.topk(self.batch.max_top_k, dim=-1).values
-        return scores.masked_fill_(scores < largest.gather(1, top_k.to(torch.int64) - 1), -math.inf)
+        kth = top_k.to(torch.int64).expand(-1, scores.shape[1], 1) - 1
+        return scores.masked_fill_(scores < largest.gather(-1, kth), -math.inf)
+
+
+def _exclude_bad(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Make unusable rows one-hot at token 0; return every row's maximum [batch, n, 1] and which were bad [batch, n]."""
+    top = scores.amax(-1)  # NaN if there is one, +inf if there is one, -inf if nothing is left
+    bad = ~top.isfinite()
+    scores.masked_fill_(bad[..., None], -math.inf)
+    scores[..., 0].masked_fill_(bad, 0.0)
+    return top.masked_fill_(bad, 0.0)[..., None], bad
 
 
 def _keep_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
-    """[n, vocab_size] scores with those outside the nucleus set to -inf; ``top_p`` is [n, 1], below 1."""
+    """[..., vocab_size] scores with those outside the nucleus set to -inf; ``top_p`` below 1, broadcast."""
     law = scores.softmax(-1)
     ascending = _sorted_rows(law)
     removed = (ascending.cumsum(-1) <= 1 - top_p).sum(-1, keepdim=True).clamp_(max=law.shape[-1] - 1)
-    cut = ascending.gather(1, removed)  # the smallest probability that is kept
+    cut = ascending.gather(-1, removed)  # the smallest probability that is kept
     outside = law < cut
     tied_and_removed = removed - outside.sum(-1, keepdim=True)
     # On a CPU a look costs less than the work that it saves; on a device it would cost a wait.

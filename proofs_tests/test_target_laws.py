@@ -17,6 +17,7 @@ from optimized.target_laws import SamplingBatch, TargetLaws
 
 # Both sides compute in float64 on at most 152k tokens; sums in another order differ by a few 1e-16.
 LAW_TOLERANCE = 1e-12
+MASKED_TOLERANCE = 1e-4  # masked logits are float32: 2e-7 of a logit of up to 20, divided by T >= 0.1
 
 
 @dataclass
@@ -109,6 +110,13 @@ def random_paths(rng: np.random.Generator, batch: int, rows: int, vocab_size: in
     return Paths(token_ids, parents)
 
 
+def law_of_masked(masked: Tensor, params: SamplingParams) -> Tensor:
+    """What the kernels make of a masked row; a greedy law is one-hot, which needs no mask but the tokens forbidden."""
+    if params.greedy:
+        return torch.nn.functional.one_hot(masked.argmax(), masked.numel()).double()
+    return (masked / params.temperature).softmax(-1)
+
+
 def assert_laws_agree(
     params: list[SamplingParams], paths: Paths, logits: Tensor, rng: np.random.Generator, eos: list[int]
 ) -> int:
@@ -124,10 +132,14 @@ def assert_laws_agree(
         for b, text in enumerate(texts):
             text.extend(emitted[b, : counts[b]].tolist())
     laws = TargetLaws(logits, batch, paths)
+    masked = laws.masked_logits().double()
     for row in range(rows):
         actual = laws(torch.full((batch_size,), row))
         assert actual.dtype == torch.float64
         for b in range(batch_size):
+            from_mask = law_of_masked(masked[b, row], params[b])
+            assert torch.equal(from_mask > 0, actual[b] > 0), (params[b], b, row)
+            assert (from_mask - actual[b]).abs().max() <= MASKED_TOLERANCE, (params[b], b, row)
             text = texts[b] + paths.path(b, row)
             expected = expected_law(params[b], text, len(prompts[b]), logits[b, row], eos)
             assert torch.equal(expected > 0, actual[b] > 0), (params[b], b, row)
@@ -331,7 +343,7 @@ def test_only_the_requests_that_ask_for_top_p_are_sorted(monkeypatch: pytest.Mon
     ]
     batch = SamplingBatch.from_params(params, [[0]] * 4, 63)
     TargetLaws(torch.zeros(4, 1, 63), batch)(torch.zeros(4, dtype=torch.int64))
-    assert sorted_shapes == [(1, 63)]
+    assert sorted_shapes == [(1, 1, 63)]
 
 
 @pytest.mark.parametrize("vocab_size", [63, 49152])
