@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from optimized.backends import BackendName, choose_backend
 from optimized.clock import PhaseClock
+from optimized.committed import Committed, after_prompts, after_walk
 from optimized.growth import grow_trees
 from optimized.models import CausalDrafter, Drafter, TargetModel, check_same_tokenizer
 from optimized.models.loading import load_drafter, load_target, load_tokenizer
@@ -22,7 +23,7 @@ from optimized.request import Request
 from optimized.sampling_params import SamplingParams
 from optimized.target_laws import SamplingBatch, TargetLaws
 from optimized.trees import LevelNodes, TreeBatch
-from optimized.verification import VerifyBatch, verify_trees
+from optimized.verification import VerifyBatch
 from reference.api import RheoConfig, VerifyResult
 from reference.tree import DraftTree, root_only
 
@@ -42,10 +43,13 @@ class RheoDecoder:
         tokenizer: of the target; needed for text prompts, for text in the results and for stop strings.
         config: how trees are grown and verified.
         max_batch_size: how many requests run side by side; longer lists are worked off in groups of this size.
+        backend: who does the sampling side, "torch", "triton" or "cupy"; "auto" takes the best that can run here. The
+            attribute ``backend.name`` says which it is.
 
     Raises:
         ValueError: the drafter speaks of tokens that the target does not have, or reads features it does not give, or
-            ``max_batch_size`` is below 1.
+            ``max_batch_size`` is below 1, or the backend cannot run here (the message names what is missing) or has no
+            kernels for ``config``.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class RheoDecoder:
         tokenizer: Any = None,
         config: RheoConfig | None = None,
         max_batch_size: int = 32,
+        backend: BackendName = "auto",
     ) -> None:
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
@@ -63,6 +68,7 @@ class RheoDecoder:
         self.tokenizer = tokenizer
         self.config = config or RheoConfig()
         self.max_batch_size = max_batch_size
+        self.backend = choose_backend(backend, torch.device(target.device), self.config)
         if drafter is not None:
             highest = drafter.vocab_size - 1 if drafter.vocab_map is None else int(drafter.vocab_map.max())
             if highest >= target.vocab_size:
@@ -81,6 +87,7 @@ class RheoDecoder:
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         max_batch_size: int = 32,
+        backend: BackendName = "auto",
     ) -> RheoDecoder:
         """Load a target, a drafter and the target's tokenizer.
 
@@ -92,9 +99,10 @@ class RheoDecoder:
             dtype: of the weights of both; None keeps the target checkpoint's.
             device: where both run.
             max_batch_size: how many requests run side by side.
+            backend: who does the sampling side; see the class.
 
         Raises:
-            ValueError: a checkpoint is damaged, or target and draft do not fit together.
+            ValueError: a checkpoint is damaged, target and draft do not fit together, or the backend cannot run here.
             ModuleNotFoundError: the embedded target is not installed.
         """
         model = load_target(target, dtype=dtype, device=device)
@@ -104,7 +112,7 @@ class RheoDecoder:
             drafter = load_drafter(draft, model)
             if isinstance(drafter, CausalDrafter):
                 check_same_tokenizer(tokenizer, load_tokenizer(draft))
-        return cls(model, drafter, tokenizer, config, max_batch_size)
+        return cls(model, drafter, tokenizer, config, max_batch_size, backend)
 
     def generate(
         self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -213,7 +221,7 @@ class RheoDecoder:
         for step in itertools.count():
             noise = noises[step % STEPS_AHEAD]
             laws = TargetLaws(logits, sampling, trees)
-            walk = verify_trees(trees, laws, noise, config.verification)
+            walk = self.backend.verify(trees, laws, noise, config.verification)
             sampling.observe(walk.token_ids, walk.counts)
             clock.enter(None)
             events = self._hand_out(step, live, trees, laws, walk, clock)
@@ -226,10 +234,10 @@ class RheoDecoder:
 
             clock.enter("target")
             if step == 0:
-                committed = _after_prompts(live, walk, features)
+                committed = after_prompts(live, walk, features)
             else:
                 self.target.commit(walk.rows, walk.counts)
-                committed = _after_walk(walk, features)
+                committed = after_walk(walk, features)
             if len(keep) < len(live):
                 index = torch.tensor(keep, device=device)
                 live = [live[b] for b in keep]
@@ -267,7 +275,15 @@ class RheoDecoder:
         clock.enter("draft")
         root_logits = drafter.advance(committed.token_ids, committed.counts, committed.features)
         clock.enter("sampling")
-        return grow_trees(self.config, root_logits, expand, temperatures, noise.probe_uniforms, drafter.vocab_map)
+        return grow_trees(
+            self.config,
+            root_logits,
+            expand,
+            temperatures,
+            noise.probe_uniforms,
+            drafter.vocab_map,
+            self.backend.growth,
+        )
 
     def _hand_out(
         self,
@@ -284,22 +300,29 @@ class RheoDecoder:
         if wanted:
             rows, token_ids = walk.rows.clamp(min=0), walk.token_ids.clamp(min=0)
             logprobs = [part.tolist() for part in laws.logprobs(rows, token_ids, max(wanted))]
-        emitted, counts = walk.token_ids.tolist(), walk.counts.tolist()
-        levels = trees.depths.amax(dim=1).tolist()
-        offered, accepted = walk.probes_offered.sum(dim=1).tolist(), walk.probes_accepted.sum(dim=1).tolist()
-        target_failed, draft_failed = laws.bad.tolist(), trees.draft_failed.tolist()
+        summary = [
+            walk.counts,
+            trees.depths.amax(dim=1),
+            walk.probes_offered.sum(dim=1),
+            walk.probes_accepted.sum(dim=1),
+            laws.bad,
+            trees.draft_failed,
+            *walk.token_ids.unbind(dim=1),
+        ]
+        read = torch.stack([values.long() for values in summary], dim=1).tolist()  # one transfer from the device
         clock.settle()
         events = []
-        for b, request in enumerate(live):
-            if draft_failed[b]:
+        for b, (request, values) in enumerate(zip(live, read, strict=True)):
+            count, levels, offered, accepted, target_failed, draft_failed, *emitted = values
+            if draft_failed:
                 request.fail("the draft's logits were NaN, +inf or all -inf")
-            elif target_failed[b]:
+            elif target_failed:
                 request.fail("the target's logits were NaN or +inf, or no token was left after processing")
             else:
                 if step > 0:  # the prompt's pass is in no count
-                    request.metrics.record_pass(counts[b] - 1, levels[b], offered[b], accepted[b])
+                    request.metrics.record_pass(count - 1, levels, offered, accepted)
                 entry = None if logprobs is None else [part[b] for part in logprobs]
-                events.append(request.push(emitted[b][: counts[b]], entry, clock.seconds))
+                events.append(request.push(emitted[:count], entry, clock.seconds))
         return events
 
     def _requests(self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
@@ -334,45 +357,3 @@ class RheoDecoder:
         if self.tokenizer is None:
             raise ValueError("text prompts need a tokenizer, and this decoder has none; pass token ids")
         return [int(token) for token in self.tokenizer(text)["input_ids"]]
-
-
-@dataclass(frozen=True, eq=False)
-class Committed:
-    """What a step added to every text, as the drafter wants it.
-
-    Attributes:
-        token_ids: [batch, n] long, right padded.
-        counts: [batch] long, at least 1.
-        features: [batch, n, F] the target's feature at the position before each token, or None.
-    """
-
-    token_ids: Tensor
-    counts: Tensor
-    features: Tensor | None
-
-    @property
-    def last(self) -> Tensor:
-        """[batch, 1] the last committed token: the next tree's root."""
-        return self.token_ids.gather(1, self.counts.unsqueeze(1) - 1)
-
-    def select(self, keep: Tensor) -> Committed:
-        """Only these requests."""
-        features = None if self.features is None else self.features[keep]
-        return Committed(self.token_ids[keep], self.counts[keep], features)
-
-
-def _after_prompts(live: Sequence[Request], walk: VerifyBatch, features: Tensor | None) -> Committed:
-    """The prompts without their first token, then the first token of the output."""
-    counts = torch.tensor([len(request.prompt) for request in live])
-    token_ids = torch.zeros(len(live), int(counts.max()), dtype=torch.long)
-    for row, request in zip(token_ids, live, strict=True):
-        row[: len(request.prompt) - 1] = torch.tensor(request.prompt[1:], dtype=torch.long)
-    token_ids, counts = token_ids.to(walk.token_ids.device), counts.to(walk.token_ids.device)
-    return Committed(token_ids.scatter(1, counts.unsqueeze(1) - 1, walk.token_ids[:, :1]), counts, features)
-
-
-def _after_walk(walk: VerifyBatch, features: Tensor | None) -> Committed:
-    """The accepted tokens and the bonus token, each with the feature of the row it was emitted at."""
-    if features is not None:
-        features = features.take_along_dim(walk.rows.clamp(min=0).unsqueeze(2), dim=1)
-    return Committed(walk.token_ids.clamp(min=0), walk.counts, features)

@@ -70,6 +70,13 @@ class TreeBatch:
         """Rows per tree, padding included."""
         return self.token_ids.shape[1]
 
+    def probe_rows(self) -> Tensor:
+        """[batch, rows] long: the row of each row's probe; 0 where it has none in the tree."""
+        places = torch.arange(self.rows, device=self.parents.device).expand_as(self.parents)
+        parents = torch.where(self.is_probe, self.parents, self.rows)  # one more column takes whatever is no probe
+        found = torch.zeros(self.batch_size, self.rows + 1, dtype=torch.long, device=self.parents.device)
+        return found.scatter_(1, parents, places)[:, :-1]
+
     def ancestors(self) -> Tensor:
         """[batch, rows, rows] bool: whether column j is row i or its ancestor; padding sees itself and the root."""
         reach = torch.eye(self.rows, dtype=torch.bool, device=self.parents.device).repeat(self.batch_size, 1, 1)

@@ -72,7 +72,16 @@ def verify_trees(
         if len(shape) != 2 or shape[0] != trees.batch_size or shape[1] < trees.rows:
             raise ValueError(f"{name} must be at least [{trees.batch_size}, {trees.rows}], got {list(shape)}")
     law_at = _rows_of(trees, target_probs) if isinstance(target_probs, Tensor) else target_probs
+    return walk_trees(trees, lambda row: _step(trees, row, law_at(row), noise, rule))
 
+
+def walk_trees(trees: TreeBatch, step_at: Callable[[Tensor], Step]) -> VerifyBatch:
+    """Walk every tree from its root until a token has no child to go down to.
+
+    Args:
+        trees: the draft trees.
+        step_at: what happens at one row of every request, [batch] long; called once per level of the walk.
+    """
     device = trees.token_ids.device
     row = torch.zeros(trees.batch_size, dtype=torch.long, device=device)
     walking = torch.ones(trees.batch_size, dtype=torch.bool, device=device)
@@ -81,7 +90,7 @@ def verify_trees(
     for _ in range(width):
         if device.type == "cpu" and not walking.any():
             break
-        step = _step(trees, row, law_at(row), noise, rule)
+        step = step_at(row)
         tokens.append(torch.where(walking, step.token, -1))
         rows.append(torch.where(walking, row, -1))
         offered.append(walking & step.probe_offered)
@@ -103,7 +112,7 @@ def verify_trees(
 
 
 @dataclass(frozen=True, eq=False)
-class _Step:
+class Step:
     """One node of every walk, [batch] each: the emitted token, the child it leads to (0: none), the probe's fate."""
 
     token: Tensor
@@ -112,7 +121,7 @@ class _Step:
     probe_accepted: Tensor
 
 
-def _step(trees: TreeBatch, row: Tensor, law: Tensor, noise: WalkNoise, rule: Verification) -> _Step:
+def _step(trees: TreeBatch, row: Tensor, law: Tensor, noise: WalkNoise, rule: Verification) -> Step:
     here = row.unsqueeze(1)
     places = arange(trees.rows, row.device)
     is_child = trees.parents == here
@@ -131,7 +140,7 @@ def _step(trees: TreeBatch, row: Tensor, law: Tensor, noise: WalkNoise, rule: Ve
     if rule == "rrsw":
         is_lead = is_child & has_probe.unsqueeze(1) & (places < probe.unsqueeze(1))
         lead_token = inverse_cdf(law, noise.lead_uniforms.gather(1, here))
-        lead = _child_with(trees, is_lead, lead_token)
+        lead = child_with(trees, is_lead, lead_token)
         goes_to_lead = lead > 0
         law = torch.where(is_lead.any(dim=1, keepdim=True), _without(law, trees.token_ids, is_lead), law)
 
@@ -143,11 +152,11 @@ def _step(trees: TreeBatch, row: Tensor, law: Tensor, noise: WalkNoise, rule: Ve
     rest = law.scatter_add(1, probe_ids, -probe_law).clamp_(min=0)  # padding repeats an id, with q~ = 0
     rest = torch.where(rest.sum(dim=1, keepdim=True) > 0, rest, law)
     token = inverse_cdf(rest, noise.residual_uniforms.gather(1, here))
-    child = _child_with(trees, is_child & ~is_probe, token)
+    child = child_with(trees, is_child & ~is_probe, token)
 
     child = torch.where(accepts, probe, child)
     token = torch.where(accepts, probe_token.squeeze(1), token)
-    return _Step(
+    return Step(
         token=torch.where(goes_to_lead, lead_token, token),
         child=torch.where(goes_to_lead, lead, child),
         probe_offered=has_probe,
@@ -173,7 +182,7 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     return index.squeeze(1)
 
 
-def _child_with(trees: TreeBatch, among: Tensor, token: Tensor) -> Tensor:
+def child_with(trees: TreeBatch, among: Tensor, token: Tensor) -> Tensor:
     """[batch] the row among the marked ones that holds the token; 0 where there is none."""
     places = arange(trees.rows, token.device)
     return torch.where(among & (trees.token_ids == token.unsqueeze(1)), places, 0).amax(dim=1)

@@ -68,18 +68,17 @@ def devices() -> dict[str, str]:
 
 
 def backends() -> dict[str, str]:
-    """Which backend is in use, and what the other two would need here."""
+    """Which backend ``auto`` takes on this machine's best device, and what the others lack."""
     import torch
 
-    device = [] if torch.cuda.is_available() else ["no CUDA device"]
-    if torch.version.cuda is None:
-        device = ["torch is built without CUDA"]
+    from optimized.backends import choose_backend, missing
+    from reference.api import RheoConfig
 
-    def kernels(package: str) -> str:
-        missing = ([] if version_of(package) else [f"{package} is not installed"]) + device
-        return "; ".join(missing or [f"{package} and a CUDA device are here"]) + "; this version has no kernels for it"
-
-    return {"torch": "in use", "triton": kernels("triton"), "cupy": kernels("cupy")}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = choose_backend("auto", device, RheoConfig()).name
+    found = {name: "; ".join(missing(name, device)) or "can run" for name in ("torch", "triton", "cupy")}
+    found[chosen] += f", used on {device} unless another is asked for"
+    return found
 
 
 def embedded_model() -> dict[str, str]:

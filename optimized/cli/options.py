@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 EMBEDDED = "embedded"
 DTypeName = Literal["float32", "bfloat16", "float16"]
+BackendName = Literal["auto", "torch", "triton", "cupy"]  # as in optimized.backends, which imports torch
 
 PROMPT, SAMPLING, TREE, MODEL, OUTPUT = "Prompt", "Sampling", "Tree", "Model", "Output"
 
@@ -127,12 +128,16 @@ class ModelOptions:
         str | None,
         Option(help="cpu, cuda, cuda:1 ...", show_default="cuda if there is one, else cpu", rich_help_panel=MODEL),
     ] = None
+    backend: Annotated[
+        BackendName,
+        Option(help="Who does the sampling side; auto: the best that runs here.", rich_help_panel=MODEL),
+    ] = "auto"
 
     def load(self, config: RheoConfig) -> RheoDecoder:
         """Load the models.
 
         Raises:
-            ValueError: no such model, or options that contradict each other.
+            ValueError: no such model, options that contradict each other, or a backend that cannot run here.
         """
         _check_exists("--target", self.target)
         _check_exists("--draft", self.draft)
@@ -149,7 +154,9 @@ class ModelOptions:
             dtype = None if self.dtype is None else getattr(torch, self.dtype)
             device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
             try:
-                return RheoDecoder.from_pretrained(self.target, draft, config, dtype=dtype, device=device)
+                return RheoDecoder.from_pretrained(
+                    self.target, draft, config, dtype=dtype, device=device, backend=self.backend
+                )
             except OSError as error:  # what transformers raises for a name it cannot resolve
                 raise ValueError(f"cannot load --target {self.target} with --draft {draft}: {error}") from error
 

@@ -1,0 +1,107 @@
+"""Which code does the sampling side of a step: Torch anywhere, Triton and CUDA kernels where they can run.
+
+| backend | slots of a level, verification rows | beam, pruning, walk | runs on |
+|---|---|---|---|
+| torch | Torch | Torch | anything |
+| triton | Triton | Torch | CUDA; the CPU under TRITON_INTERPRET=1, to test |
+| cupy | Triton | CUDA C++ through CuPy | CUDA |
+
+All take the same noise and follow the same rules (docs/kernels.md).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from optimized.growth import TORCH_STEPS, GrowthSteps
+from optimized.target_laws import TargetLaws
+from optimized.trees import TreeBatch
+from optimized.verification import VerifyBatch, WalkNoise, verify_trees
+from reference.api import RheoConfig, Verification
+
+BackendName = Literal["auto", "torch", "triton", "cupy"]
+Verify = Callable[[TreeBatch, TargetLaws, WalkNoise, Verification], VerifyBatch]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to do the sampling side.
+
+    Attributes:
+        name: "torch", "triton" or "cupy".
+        growth: the steps of ``grow_trees``.
+        verify: the walk of a batch, from trees, target laws, noise and rule.
+    """
+
+    name: str
+    growth: GrowthSteps
+    verify: Verify
+
+
+TORCH = Backend("torch", TORCH_STEPS, verify_trees)
+
+
+def missing(name: str, device: torch.device) -> list[str]:
+    """What a backend lacks to run on a device; empty when it can."""
+    lacks = []
+    interpreted = name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    if name in ("triton", "cupy"):
+        if importlib.util.find_spec("triton") is None:
+            lacks.append("triton is not installed (pip install triton)")
+        if name == "cupy" and importlib.util.find_spec("cupy") is None:
+            lacks.append("cupy is not installed (pip install cupy-cuda13x, or cupy-cuda12x for CUDA 12)")
+        if torch.version.cuda is None and not interpreted:
+            lacks.append("torch is built without CUDA")
+        elif device.type != "cuda" and not interpreted:
+            found = "there is no CUDA device" if not torch.cuda.is_available() else f"the models are on {device}"
+            lacks.append(f"it needs a CUDA device and {found}")
+    return lacks
+
+
+def unsupported(name: str, config: RheoConfig) -> str | None:
+    """Why a backend has no kernels for a configuration; None when it has."""
+    return None
+
+
+def choose_backend(name: BackendName, device: torch.device, config: RheoConfig) -> Backend:
+    """The backend of a name.
+
+    Args:
+        name: "auto" takes the first of cupy, triton and torch that can run the configuration on the device; a name
+            means that one or an error.
+        device: where the models run.
+        config: how trees are grown and verified.
+
+    Raises:
+        ValueError: an unknown name, a backend that cannot run here (the message names everything that is missing), or
+            one that has no kernels for the configuration.
+    """
+    if name not in get_args(BackendName):
+        raise ValueError(f"backend must be one of {get_args(BackendName)}, got {name!r}")
+    if name == "auto":
+        kernels = ("cupy", "triton") if device.type == "cuda" else ()
+        for candidate in kernels:
+            if not missing(candidate, device) and unsupported(candidate, config) is None:
+                return _kernels(candidate)
+        return TORCH
+    if name == "torch":
+        return TORCH
+    lacks = missing(name, device)
+    if lacks:
+        raise ValueError(f"backend={name!r} cannot run here: {'; '.join(lacks)}. backend='torch' runs anywhere")
+    reason = unsupported(name, config)
+    if reason is not None:
+        raise ValueError(f"backend={name!r} {reason}; backend='torch' can do it")
+    return _kernels(name)
+
+
+def _kernels(name: str) -> Backend:
+    from optimized import kernel_backends  # imports triton, which need not be there
+
+    return kernel_backends.CUPY if name == "cupy" else kernel_backends.TRITON

@@ -1,0 +1,60 @@
+"""Which backend runs where, and what is said when one cannot."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from optimized import backends
+from optimized.backends import TORCH, choose_backend, missing
+from reference.api import RheoConfig
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_auto_takes_torch_on_a_cpu() -> None:
+    assert choose_backend("auto", CPU, RheoConfig()) is TORCH
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"backend must be one of .*'cupy'.*, got 'cuda'"):
+        choose_backend("cuda", CPU, RheoConfig())  # type: ignore[arg-type]
+
+
+def test_a_backend_that_cannot_run_names_everything_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ValueError, match="cannot run here") as caught:
+        choose_backend("cupy", CPU, RheoConfig())
+    for part in ("backend='cupy'", "triton is not installed", "cupy is not installed", "without CUDA", "'torch' runs"):
+        assert part in str(caught.value)
+
+
+def test_models_on_a_cpu_beside_a_device_are_told_apart_from_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert missing("triton", CPU) == ["it needs a CUDA device and the models are on cpu"]
+    assert missing("cupy", CUDA) == missing("triton", CUDA) == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert missing("triton", CPU) == ["it needs a CUDA device and there is no CUDA device"]
+
+
+def test_importing_the_package_needs_neither_triton_nor_cupy() -> None:
+    """A finder that refuses both, in a fresh process; the interpreter's variable does not matter."""
+    code = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("triton", "cupy"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Refuse())
+import optimized, optimized.cli, optimized.decoder, optimized.backends
+assert not {"triton", "cupy"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
