@@ -13,8 +13,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from optimized import slots
 from optimized.growth import grow_trees
 from optimized.randomness import StepNoise, StepRandomness
+from optimized.slots import rank_logits
 from optimized.trees import TreeBatch
 from optimized.verification import verify_trees
 from proofs_tests.toy import ToyDrafter, random_logits
@@ -212,15 +214,35 @@ def test_golden_tree_by_hand() -> None:
 
 
 def test_ranking_breaks_ties_by_the_lower_id_at_the_cut_and_within() -> None:
-    from optimized.slots import rank_logits
-
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 1.0, -0.0]])
     assert rank_logits(logits, 4)[1].tolist() == [[1, 3, 2, 4]]
     assert rank_logits(logits, 6)[1].tolist() == [[1, 3, 2, 4, 5, 0]]
     assert rank_logits(torch.zeros(1, 500), 128)[1].tolist() == [list(range(128))]
-    coarse = torch.randn(3, 8192, generator=torch.Generator().manual_seed(0)).bfloat16()
-    expected = np.argsort(-coarse.float().numpy(), axis=1, kind="stable")[:, :128]
-    assert (rank_logits(coarse, 128)[1].numpy() == expected).all()
+
+
+@pytest.mark.parametrize("select", ["_candidates", "_largest"])  # the CPU's way and the device's, both run here
+@pytest.mark.parametrize("vocab", [1, 3, 1023, 1024, 1025, 8192, 49152])
+@pytest.mark.parametrize("support", [1, 7, 128])
+def test_ranking_keeps_the_largest_of_any_row(
+    select: str, vocab: int, support: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Coarse values, all equal, nearly all masked, sorted either way, one outlier in a group: against a stable sort."""
+    monkeypatch.setattr(slots, "_candidates", getattr(slots, select))
+    rng = np.random.default_rng([vocab, support])
+    rows = rng.normal(size=(7, vocab)).astype(np.float32)
+    rows[1] = 0
+    rows[2, rng.random(vocab) < 0.99] = -np.inf
+    rows[3].sort()
+    rows[4] = np.sort(rows[4])[::-1]
+    rows[5] = np.where(np.arange(vocab) % 64 == 0, 5, rows[5])
+    logits = torch.from_numpy(rows).bfloat16()
+    expected = np.argsort(-logits.float().numpy(), axis=1, kind="stable")[:, :support]
+    values, ids = rank_logits(logits.view(1, 7, vocab), support)
+    assert (ids[0].numpy() == expected).all()
+    assert (values[0].numpy() == np.take_along_axis(logits.float().numpy(), expected, axis=1)).all()
+    if select == "_candidates":
+        rows[6, rng.integers(vocab)] = np.nan
+        assert torch.isnan(rank_logits(torch.from_numpy(rows), support)[0][6, 0])
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, "all -inf"])
