@@ -147,6 +147,7 @@ class Eagle3Drafter:
         self.vocab_map = None if vocab_map is None else vocab_map.to(self.device)
         self.feature_layers: tuple[int, ...] = feature_layers
         self.max_positions: int | None = head.config.max_position_embeddings
+        self.owner: object = None
         self._tree = TreeMask()
         self._cache = TreeCache(0, self.device)
         self._hidden = torch.empty(
