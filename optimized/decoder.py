@@ -266,6 +266,13 @@ class RheoDecoder:
             clock.enter("sampling")
             laws = TargetLaws(logits, sampling, trees)
             walk = self.backend.verify(trees, laws, noise, config.verification)
+            if step > 0 and bool(laws.bad.any()):
+                # Perhaps only a node that the walk does not need is NaN, and has spoiled the rows beside it.
+                logits, features = self.target.forward_tree(
+                    token_ids, trees.depths, trees.ancestors(), contain_nan=True
+                )
+                laws = TargetLaws(logits, sampling, trees)
+                walk = self.backend.verify(trees, laws, noise, config.verification)
             sampling.observe(walk.token_ids, walk.counts)
             clock.enter(None)
             events = self._hand_out(step, live, trees, laws, walk, clock)
