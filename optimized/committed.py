@@ -36,6 +36,11 @@ class Committed:
         features = None if self.features is None else self.features[keep]
         return Committed(self.token_ids[keep], self.counts[keep], features)
 
+    def first(self, columns: int | None) -> Committed:
+        """Without the columns from ``columns`` on, which must be padding; None leaves all."""
+        features = None if self.features is None else self.features[:, :columns]
+        return Committed(self.token_ids[:, :columns], self.counts, features)
+
 
 def whole_texts(live: Sequence[Request], features: Tensor | None, device: torch.device) -> Committed:
     """Every text from its second token on; ``features`` [batch, at least as many, F] of all positions but the last."""

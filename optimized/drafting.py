@@ -35,10 +35,12 @@ class Drafting:
     def __init__(self, drafter: Drafter | None, config: RheoConfig, growth: GrowthSteps, clock: PhaseClock) -> None:
         self._drafter, self._config, self._growth, self._clock = drafter, config, growth, clock
         self._places: list[int] = []  # of the requests that the drafter holds, in their order
+        self._longest: int | None = None  # how much of whole texts it has to read; None once it has
 
     def reset(self, live: Sequence[Request], device: torch.device) -> None:
         """Begin with texts of which the drafter has read nothing."""
         self._places = [place for place, request in enumerate(live) if self._fits(request)]
+        self._longest = max((live[place].length - 1 for place in self._places), default=0)
         if self._drafter is not None and self._places:
             self._drafter.reset(torch.tensor([live[place].prompt[0] for place in self._places], device=device))
 
@@ -71,7 +73,8 @@ class Drafting:
             return spread(drafter.expand(nodes))
 
         clock.enter("draft")
-        mine = committed if index is None else committed.select(index)
+        mine = committed if index is None else committed.select(index).first(self._longest)
+        self._longest = None
         root_logits = spread(drafter.advance(mine.token_ids, mine.counts, mine.features))
         trees = grow_trees(
             self._config, root_logits, expand, temperatures, noise.probe_uniforms, drafter.vocab_map, self._growth
@@ -82,9 +85,9 @@ class Drafting:
         return replace(trees, draft_failed=trees.draft_failed & asked)
 
     def _fits(self, request: Request) -> bool:
-        """Whether the drafter can read the text and every node that it would expand below it."""
+        """Whether the text and the deepest node of a tree below it lie within what the drafter was made for."""
         limit = getattr(self._drafter, "max_positions", None)
-        fits = limit is None or request.length + self._config.depth - 1 <= limit
+        fits = limit is None or request.length + self._config.depth <= limit
         if not fits and request.drafted:
             request.drafted = False  # and it stays so: texts only grow
             warnings.warn(

@@ -39,7 +39,7 @@ def llama(seed: int = 5, **changes: Any) -> Any:
 def near_copy(model: Any, noise: float = 0.05) -> Any:
     """A draft that mostly agrees: the same weights, each moved by ``noise`` of its layer's spread."""
     torch.manual_seed(11)
-    other = copy.deepcopy(model)
+    other = copy.deepcopy(model).requires_grad_(False)
     for parameter in other.parameters():
         if parameter.dim() > 1:
             parameter.add_(noise * parameter.std() * torch.randn_like(parameter))
