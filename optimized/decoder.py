@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -70,12 +71,15 @@ class RheoDecoder:
         self.max_batch_size = max_batch_size
         self.backend = choose_backend(backend, torch.device(target.device), self.config)
         if drafter is not None:
+            _check_vocab_map(drafter)
             highest = drafter.vocab_size - 1 if drafter.vocab_map is None else int(drafter.vocab_map.max())
             if highest >= target.vocab_size:
                 raise ValueError(
                     f"the draft speaks of token {highest}; the target's vocabulary is 0..{target.vocab_size - 1}"
                 )
+            in_use = target.feature_layers  # perhaps by a generation that goes on
             target.feature_layers = drafter.feature_layers  # refuses layers that do not exist
+            target.feature_layers = in_use
 
     @classmethod
     def from_pretrained(
@@ -127,7 +131,8 @@ class RheoDecoder:
             One result per prompt, in their order.
 
         Raises:
-            ValueError: an empty or too long prompt, a token outside the vocabulary, or not one ``params`` per prompt.
+            ValueError: an empty or too long prompt, a token outside the vocabulary or no integer, or not one ``params``
+                per prompt.
             GenerationError: some requests failed (the target's logits were NaN, a model raised); it carries the others'
                 results. Where a model raised, its exception is the error's cause.
         """
@@ -366,6 +371,9 @@ class RheoDecoder:
             each = [params or SamplingParams()] * len(token_lists)
         else:
             each = list(params)
+        strange = next((type(item).__name__ for item in each if not isinstance(item, SamplingParams)), None)
+        if strange is not None:
+            raise ValueError(f"params must be SamplingParams, one for all or a list of them, got {strange}")
         if len(each) != len(token_lists):
             raise ValueError(
                 f"there are {len(token_lists)} prompts and {len(each)} params; give one for each, or one for all"
@@ -379,15 +387,41 @@ class RheoDecoder:
         ]
 
     def _token_lists(self, prompts: Prompts) -> list[list[int]]:
-        if isinstance(prompts, Tensor):
+        if isinstance(prompts, Tensor | np.ndarray):
             prompts = prompts.tolist()
-        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
+        if not isinstance(prompts, str | Sequence):
+            raise ValueError(f"prompts must be text or token ids, one prompt or a list of them, got {prompts!r}")
+        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | float | np.number))
         several: Sequence[Any] = [prompts] if one else prompts
         if len(several) == 0:
             raise ValueError("there is no prompt")
-        return [self._tokens(prompt) if isinstance(prompt, str) else [int(t) for t in prompt] for prompt in several]
+        return [
+            self._tokens(prompt) if isinstance(prompt, str) else _integers(index, prompt)
+            for index, prompt in enumerate(several)
+        ]
 
     def _tokens(self, text: str) -> list[int]:
         if self.tokenizer is None:
             raise ValueError("text prompts need a tokenizer, and this decoder has none; pass token ids")
         return [int(token) for token in self.tokenizer(text)["input_ids"]]
+
+
+def _integers(index: int, prompt: Any) -> list[int]:
+    """Token ids as integers; a number with a fraction is no token, and a rounded one is another token."""
+    try:
+        return [operator.index(token) for token in (prompt.tolist() if isinstance(prompt, Tensor) else prompt)]
+    except TypeError as error:
+        raise ValueError(f"prompt {index} must be text or a list of integers: {error}") from error
+
+
+def _check_vocab_map(drafter: Drafter) -> None:
+    """A map that names a token twice would count its probability twice, and ties go by its order."""
+    vocab_map = drafter.vocab_map
+    if vocab_map is None:
+        return
+    if vocab_map.shape != (drafter.vocab_size,):
+        raise ValueError(
+            f"the draft's vocab_map has shape {list(vocab_map.shape)}, its vocab_size is {drafter.vocab_size}"
+        )
+    if int(vocab_map.min()) < 0 or bool((vocab_map[1:] <= vocab_map[:-1]).any()):
+        raise ValueError("the draft's vocab_map must increase from 0 or more: each draft id is a target id of its own")

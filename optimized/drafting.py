@@ -62,6 +62,8 @@ class Drafting:
         def spread(logits: Tensor) -> Tensor:
             """Logits that are all -inf offer nothing: the tree stays a root."""
             clock.enter("sampling")
+            if logits.shape[-1] != drafter.vocab_size:
+                raise ValueError(f"the draft gave {logits.shape[-1]} logits; its vocab_size is {drafter.vocab_size}")
             if index is None:
                 return logits
             return logits.new_full((batch, *logits.shape[1:]), -torch.inf).index_copy_(0, index, logits)

@@ -173,7 +173,11 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     for name in sorted(set(weight_map.values())):
         if Path(name).name != name or not (directory / name).is_file():
             raise ValueError(f"{path} names the shard {name!r}, which is not a file of {directory}")
-        tensors |= _read_file(directory / name)
+        shard = _read_file(directory / name)
+        twice = sorted(shard.keys() & tensors.keys())
+        if twice:
+            raise ValueError(f"{path} names shards that hold the same weights: {', '.join(twice)}")
+        tensors |= shard
     absent = sorted(set(weight_map) - set(tensors))
     if absent:
         raise ValueError(f"{path} lists weights that its shards do not hold: {', '.join(absent)}")
@@ -217,6 +221,8 @@ def _check_weights(directory: Path, head: Eagle3Head, tensors: dict[str, Tensor]
             problems.append(f"{name} is {list(tensor.shape)}, expected {list(expected[name])}")
         elif not tensor.is_floating_point():
             problems.append(f"{name} is {tensor.dtype}, expected floating point")
+        elif not tensor.isfinite().all():
+            problems.append(f"{name} holds NaN or infinity")
     if problems:
         raise ValueError(f"the EAGLE-3 head in {directory} does not fit its config.json: " + "; ".join(problems))
 
