@@ -223,6 +223,8 @@ class RheoDecoder:
                     left[0].fail(f"{type(error).__name__}: {error}", error)
                 elif left:
                     waiting += [left[len(left) // 2 :], left[: len(left) // 2]]
+                else:
+                    raise
 
     @torch.inference_mode()
     def _loop(

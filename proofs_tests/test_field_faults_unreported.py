@@ -18,11 +18,12 @@ from transformers import BertConfig, BertLMHeadModel, RobertaConfig, RobertaForC
 from optimized import GenerationError, RheoConfig, RheoDecoder, SamplingParams
 from optimized.models import CausalDrafter, TargetModel
 from optimized.models.checkpoints import load_head, read_tensors
+from optimized.models.eagle3 import Eagle3Drafter
 from optimized.slots import level_slots
 from optimized.target_laws import SamplingBatch, TargetLaws
 from proofs_tests.test_field_faults_use import HIDDEN, RAW, TARGET_VOCAB, Letters, head_tensors, toy_decoder, write
 from proofs_tests.tiny_models import spread
-from proofs_tests.tiny_pairs import CONFIG, MAKERS, VOCAB, causal_decoder, eagle_decoder, llama, near_copy
+from proofs_tests.tiny_pairs import CONFIG, MAKERS, VOCAB, causal_decoder, eagle_decoder, eagle_head, llama, near_copy
 from proofs_tests.toy import random_logits
 from proofs_tests.toy_models import PathDrafter, PathTarget
 from reference.philox import verify_noise
@@ -255,14 +256,14 @@ def test_an_encoder_taken_for_a_decoder() -> None:
 
 
 def test_a_decoder_made_while_another_one_generates_changes_its_features() -> None:
-    """Right: the first one's text and acceptance; the second decoder on its target reads other layers, or none."""
+    """Right: the first one's text and acceptance; the second decoder on its target reads other layers."""
     model = llama()
     one = eagle_decoder(model=model)
     expected = one.generate(PROMPTS, PARAMS)
     results: dict[int, Any] = {}
     for count, event in enumerate(one.stream(PROMPTS, PARAMS)):
         if count == 5:
-            RheoDecoder(one.target, CausalDrafter(near_copy(model), VOCAB))
+            RheoDecoder(one.target, Eagle3Drafter(eagle_head(), model.get_input_embeddings(), None, (0, 0, 0)))
         if event.result is not None:
             results[event.index] = event.result
     for index, result in results.items():
