@@ -205,7 +205,8 @@ class RheoDecoder:
         """A batch to its end.
 
         Where a model raises, the halves of the batch go on one after the other, and so on down to single requests: a
-        request fails only if a model raises for it alone. Random numbers go on where they were, so texts stay the same.
+        request fails only if a model raises twice for it alone at the same step. Random numbers go on where they were,
+        so texts stay the same.
         """
         clock = PhaseClock(self.target.device)
         for request in requests:
@@ -219,12 +220,13 @@ class RheoDecoder:
                 traceback.clear_frames(error.__traceback__)  # they hold what filled the memory
                 clock.enter(None)
                 left = [request for request in batch if not request.done]
-                if len(left) == 1:
-                    left[0].fail(f"{type(error).__name__}: {error}", error)
-                elif left:
-                    waiting += [left[len(left) // 2 :], left[: len(left) // 2]]
-                else:
+                if not left:
                     raise
+                if len(left) == 1 and not left[0].try_again():
+                    left[0].fail(f"{type(error).__name__}: {error}", error)
+                else:
+                    half = len(left) // 2
+                    waiting += [part for part in (left[half:], left[:half]) if part]
 
     @torch.inference_mode()
     def _loop(

@@ -48,6 +48,7 @@ class Request:
         self._text = TextStream(tokenizer, params, eos_token_ids, len(prompt), max_positions)
         self._logprobs: list[TokenLogprobs] = []
         self._began = 0.0
+        self._raised_at = -1  # the step at which a model last raised for this request alone
 
     @property
     def done(self) -> bool:
@@ -76,6 +77,12 @@ class Request:
     def fail(self, reason: str, cause: Exception | None = None) -> None:
         """End the request without a result."""
         self.failure, self.cause = reason, cause
+
+    def try_again(self) -> bool:
+        """Whether to repeat a step at which a model raised for this request alone: once."""
+        again = self._raised_at != self.steps
+        self._raised_at = self.steps
+        return again
 
     def push(self, emitted: Sequence[int], logprobs: Sequence[Any] | None, seconds: Mapping[str, float]) -> StreamEvent:
         """Take what a step emitted.

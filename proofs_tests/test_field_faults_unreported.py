@@ -433,6 +433,26 @@ def test_a_batch_too_large_for_the_memory(kind: str) -> None:
     assert texts(one.generate(PROMPTS, PARAMS)) == expected
 
 
+@pytest.mark.parametrize("company", [1, 4])
+def test_a_model_that_raises_once_fails_whoever_is_alone(company: int) -> None:
+    """Right: all texts, alone as in company, at whichever pass it raises; twice at one step is a failure."""
+    expected = texts(toy_decoder(eos=()).generate(PROMPTS[:company], PARAMS[:company]))
+    for method in ("forward_tree", "prefill"):
+        for when in (1, 2, 5):
+            one = toy_decoder(eos=())
+            original, calls = getattr(one.target, method), []
+
+            def raising(*args: Any, when: int = when, calls: list = calls, original: Any = original) -> Any:
+                calls.append(1)
+                if len(calls) == when:
+                    raise RuntimeError("once")
+                return original(*args)
+
+            setattr(one.target, method, raising)
+            assert texts(one.generate(PROMPTS[:company], PARAMS[:company])) == expected
+            assert len(calls) >= when or method == "prefill"
+
+
 @pytest.mark.parametrize("kind", MAKERS)
 def test_an_interrupted_or_abandoned_generation_leaves_the_decoder_broken(kind: str) -> None:
     """Right: an interrupt comes through as it is; after it, and after a stream left alone, all is as before."""
