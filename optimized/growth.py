@@ -2,7 +2,7 @@
 
 Offered nodes are laid out in the order (level, parent's rank, slot), so a *stable* descending sort of the path scores
 is the total order of the specification. Shapes depend on the configuration alone and nothing is read back from the
-device.
+device. What a static tree expands is known beforehand; all its scores are 1, so the same order goes level by level.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from optimized.ranges import arange, levels_of
+from optimized.ranges import arange, constant, levels_of
 from optimized.slots import LevelSlots, level_slots
 from optimized.trees import LevelNodes, TreeBatch
 from reference.api import RheoConfig
+from reference.topology import StaticShape
 
 Expand = Callable[[LevelNodes], Tensor]
 
@@ -36,23 +37,31 @@ def grow_trees(
         expand: called for depth 1 .. ``config.depth - 1`` with the nodes to expand; returns their logits
             [batch, beam, draft vocab].
         temperatures: [batch] one per request.
-        probe_uniforms: [batch, depth, beam] in [0, 1).
+        probe_uniforms: [batch, depth, beam] in [0, 1), or [batch, depth, beam, probes].
         vocab_map: [draft vocab] long, increasing, the target id of each draft id; None when they are the same.
 
     Raises:
         ValueError: shapes that do not fit together.
     """
     _check_shapes(config, root_logits, temperatures, probe_uniforms, vocab_map)
-    beam, branching = config.beam_width, config.branching
+    beam, branching, shape = config.beam_width, config.branching, config.shape
     uniforms = probe_uniforms.double()
 
-    levels = [level_slots(config, root_logits.unsqueeze(1), temperatures, uniforms[:, 0, :1], vocab_map)]
+    def slots_of(logits: Tensor, level: int) -> LevelSlots:
+        children = shape.children[level] if shape else None
+        return level_slots(config, logits, temperatures, uniforms[:, level, : logits.shape[1]], vocab_map, children)
+
+    levels = [slots_of(root_logits.unsqueeze(1), 0)]
     scores = [levels[0].log_weights]
     expanded_offers: list[Tensor] = []  # per level: which offered node (index within its level) each beam rank holds
     for depth in range(1, config.depth):
-        ranking = scores[-1].flatten(1).sort(dim=1, descending=True, stable=True)
-        width = min(beam, ranking.indices.shape[1])
-        best, best_scores = ranking.indices[:, :width], ranking.values[:, :width]
+        if shape is None:
+            ranking = scores[-1].flatten(1).sort(dim=1, descending=True, stable=True)
+            width = min(beam, ranking.indices.shape[1])
+            best, best_scores = ranking.indices[:, :width], ranking.values[:, :width]
+        else:
+            best = constant(_static_offers(shape, branching, depth), root_logits.device).expand(len(root_logits), -1)
+            best_scores = scores[-1].flatten(1).gather(1, best)
         valid = best_scores > -torch.inf
         nodes = LevelNodes(
             token_ids=torch.where(valid, levels[-1].token_ids.flatten(1).gather(1, best), 0),
@@ -64,11 +73,17 @@ def grow_trees(
         if logits.shape != (*best.shape, root_logits.shape[-1]):
             expected = [*best.shape, root_logits.shape[-1]]
             raise ValueError(f"expand returned logits of shape {list(logits.shape)} at depth {depth}, not {expected}")
-        slots = level_slots(config, logits, temperatures, uniforms[:, depth, :width], vocab_map)
+        slots = slots_of(logits, depth)
         levels.append(slots)
         scores.append(best_scores.unsqueeze(2) + slots.log_weights)
         expanded_offers.append(best)
     return _prune(config, levels, scores, expanded_offers)
+
+
+def _static_offers(shape: StaticShape, branching: int, level: int) -> tuple[int, ...]:
+    """Which of the nodes that a level offers are the topology's inner nodes there, by their place among them."""
+    ranks = {inner: rank for rank, inner in enumerate(shape.inner[level - 1])}
+    return tuple(ranks[inner[:-1]] * branching + inner[-1] for inner in shape.inner[level])
 
 
 def _prune(
@@ -127,6 +142,7 @@ def _prune(
         law_index=law_index[:, :rows],
         draft_failed=_any_failed(levels, scores, expanded_offers),
         depth=config.depth,
+        probes=min(config.probes, max(config.branching - config.lead_tokens, 1)),
     )
 
 
@@ -146,9 +162,10 @@ def _check_shapes(
     batch, vocab = root_logits.shape
     if temperatures.shape != (batch,):
         raise ValueError(f"temperatures must have shape [{batch}], got {list(temperatures.shape)}")
-    depth, beam = config.depth, config.beam_width
-    shape = probe_uniforms.shape
-    if len(shape) != 3 or shape[0] != batch or shape[1] < depth or shape[2] < beam:
-        raise ValueError(f"probe_uniforms must be at least [{batch}, {depth}, {beam}], got {list(shape)}")
+    shape, least = probe_uniforms.shape, [batch, config.depth, config.beam_width]
+    if len(shape) == 4 or config.probes > 1:
+        least.append(config.probes)
+    if len(shape) != len(least) or shape[0] != batch or any(have < need for have, need in zip(shape, least, strict=True)):
+        raise ValueError(f"probe_uniforms must be at least {least}, got {list(shape)}")
     if vocab_map is not None and vocab_map.shape != (vocab,):
         raise ValueError(f"vocab_map must have shape [{vocab}], got {list(vocab_map.shape)}")

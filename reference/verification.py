@@ -1,9 +1,9 @@
 """The verification walk: which drafted tokens are kept, and the token the target adds itself.
 
 Words: a drafted token is *accepted* when the walk goes down to it. At a node whose probes were turned down the next
-token comes from the *residual* law; drawn from there it is the *recovered* token. The token that ends the walk, drawn from
-the target's law or from the residual and not in the tree, is the *bonus* token. The output is the accepted tokens and
-then the bonus token, at least one token in all.
+token comes from the *residual* law; drawn from there it is the *recovered* token. The token that ends the walk, drawn
+from the target's law or from the residual and not in the tree, is the *bonus* token. The output is the accepted tokens
+and then the bonus token, at least one token in all.
 """
 
 from __future__ import annotations
