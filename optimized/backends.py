@@ -66,7 +66,10 @@ def missing(name: str, device: torch.device) -> list[str]:
 
 def unsupported(name: str, config: RheoConfig) -> str | None:
     """Why a backend has no kernels for a configuration; None when it has."""
-    return None
+    if name == "torch" or (config.probes == 1 and config.proposal != "static"):
+        return None
+    what = "static trees" if config.proposal == "static" else f"{config.probes} probes per node"
+    return f"has no kernels for {what}"
 
 
 def choose_backend(name: BackendName, device: torch.device, config: RheoConfig) -> Backend:

@@ -206,7 +206,12 @@ class RheoDecoder:
             device,
         )
         randomness = StepRandomness(
-            [request.seed for request in live], config.depth, config.beam_width, config.tree_size + 1, device
+            [request.seed for request in live],
+            config.depth,
+            config.beam_width,
+            config.tree_size + 1,
+            device,
+            config.probes,
         )
         clock = PhaseClock(device)
         for request in live:

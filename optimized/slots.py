@@ -1,4 +1,4 @@
-"""Slots of a whole level at once: draft logits to leads, probe and fills, for every node of every request's beam."""
+"""Slots of a whole level at once: draft logits to leads, probes and fills, for every node of every request's beam."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from optimized.ranges import arange
+from optimized.ranges import arange, constant
 from reference.api import GREEDY_TEMPERATURE, RheoConfig
 
 
@@ -21,7 +21,7 @@ class LevelSlots:
         log_scores: [batch, beam, branching] float64, logarithm of the path score; -inf where there is no such slot.
         is_probe: [batch, beam, branching] bool.
         law_ids: [batch, beam, support] long target ids in rank order.
-        law: [batch, beam, support] float64, q~; all 0 where there is no probe.
+        law: [batch, beam, support] float64, q~ of the first probe; all 0 where there is no probe.
         failed: [batch, beam] bool, logits that are NaN, +inf or all -inf.
     """
 
@@ -95,6 +95,7 @@ def level_slots(
     temperatures: Tensor,
     uniforms: Tensor,
     vocab_map: Tensor | None = None,
+    children: tuple[int, ...] | None = None,
 ) -> LevelSlots:
     """Slots of every node of a level (docs/algorithm.md, "Slots of one node").
 
@@ -103,8 +104,9 @@ def level_slots(
         logits: [batch, beam, draft vocab] the draft's logits at the expanded nodes; float64 is rounded to float32.
         parent_scores: [batch, beam] float64, logarithm of the expanded nodes' path scores; -inf for padding.
         temperatures: [batch] the requests' temperatures; below ``GREEDY_TEMPERATURE`` there is no probe.
-        uniforms: [batch, beam] in [0, 1), one per node.
+        uniforms: [batch, beam] in [0, 1), one per node, or [batch, beam, probes], one per probe.
         vocab_map: [draft vocab] long, increasing, the target id of each draft id; None when they are the same.
+        children: of a static tree, how many slots each node of the level has; None for the other trees.
     """
     m, branching = config.lead_tokens, config.branching
     kept, ids = rank_logits(logits, config.draft_support)
@@ -118,39 +120,96 @@ def level_slots(
     ranked = q > 0
     num_ranked = ranked.sum(dim=-1, keepdim=True)
     num_slots = num_ranked.clamp(max=branching)
+    if children is not None:
+        num_slots = torch.minimum(num_slots, constant(children, logits.device).unsqueeze(1))
 
     schedule = arange(branching, logits.device)
-    index = schedule.expand(*failed.shape, branching)
-    if config.proposal == "rheo" and m < branching and m < support:
+    draws = min(config.probes, branching - m, support - m) if children is None else min(max(children), support)
+    if config.proposal != "topk" and draws > 0:
         greedy = (temperatures < GREEDY_TEMPERATURE).view(-1, 1, 1)
         has_probe = ~greedy & (num_ranked > m)
         tail = ranked & (place >= m)
         tempered = kept / torch.where(greedy, 1.0, temperatures.double().view(-1, 1, 1))
         law = torch.softmax(tempered.masked_fill(~tail | ~has_probe, -torch.inf), dim=-1).nan_to_num(0.0)
+        if children is not None:
+            num_slots = torch.where(has_probe, torch.minimum(num_slots, (law > 0).sum(dim=-1, keepdim=True)), num_slots)
 
-        cumulative = law.cumsum(dim=-1)
-        beyond = cumulative > uniforms.unsqueeze(-1) * cumulative[..., -1:]
-        last = torch.where(law > 0, place, 0).amax(dim=-1, keepdim=True)
-        probe = torch.where(beyond, place, last).amin(dim=-1, keepdim=True)
+        lead = max(m, 1) - 1
+        q_tail = q * tail
+        proxy = _proxy(q[..., m : m + 1], q[..., lead : lead + 1], q_tail)
+        drawn = _draw_probes(law, q_tail, proxy, has_probe, num_slots - m, uniforms, draws)
+        # Behind the probes stand the ranked tokens in order, passing over those that were drawn.
+        behind = schedule - (drawn.exists.long() if draws == 1 else drawn.exists.sum(dim=-1, keepdim=True))
+        passed = torch.where(drawn.exists, drawn.places, support + branching)
+        for taken in passed.sort(dim=-1).values.split(1, dim=-1) if draws > 1 else (passed,):
+            behind = behind + (taken <= behind)
 
-        ceiling = q[..., max(m, 1) - 1 : max(m, 1)]
-        proxy = torch.maximum(q[..., m : m + 1], torch.minimum(ceiling, (q * tail).sum(dim=-1, keepdim=True)))
-        # Behind the probe the k-th slot holds the (k-1)-th ranked token, or the k-th once the probe's own is passed.
-        fills = torch.where(schedule - 1 < probe, schedule - 1, schedule)
-        with_probe = torch.where(schedule < m, schedule, torch.where(schedule == m, probe, fills))
-        index = torch.where(has_probe, with_probe, schedule)
-        is_probe = has_probe & (schedule == m)
-        weights = torch.where(is_probe, proxy, q.gather(-1, index.clamp(max=support - 1)))
+        def in_slots(values: Tensor) -> Tensor:  # a single probe's value broadcasts
+            return values if draws == 1 else torch.nn.functional.pad(values, (m, branching - m - draws))
+
+        is_probe = drawn.exists & (schedule == m) if draws == 1 else in_slots(drawn.exists)
+        index = torch.where(is_probe, in_slots(drawn.places), torch.where(schedule < m, schedule, behind))
+        weights = torch.where(is_probe, in_slots(drawn.proxies), q.gather(-1, index.clamp(max=support - 1)))
     else:
+        index = schedule.expand(*failed.shape, branching)
         law = torch.zeros_like(q)
         is_probe = torch.zeros(*failed.shape, branching, dtype=torch.bool, device=logits.device)
         weights = q.gather(-1, index.clamp(max=support - 1))
-    log_weights = torch.where(schedule < num_slots, weights.log(), -torch.inf)
+    log_weights = torch.zeros_like(weights) if config.proposal == "static" else weights.log()
     return LevelSlots(
         token_ids=ids.gather(-1, index.clamp(max=support - 1)),
-        log_scores=parent_scores.unsqueeze(2) + log_weights,
+        log_scores=parent_scores.unsqueeze(2) + torch.where(schedule < num_slots, log_weights, -torch.inf),
         is_probe=is_probe,
         law_ids=ids,
         law=law,
         failed=failed,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Draws:
+    """The probes of every node, [batch, beam, draws] each: whether there is a j-th, its place and its proxy."""
+
+    exists: Tensor
+    places: Tensor
+    proxies: Tensor
+
+
+def _proxy(floor: Tensor, ceiling: Tensor, q_tail: Tensor) -> Tensor:
+    """A probe's weight: the mass of the tail it is drawn from, between the best token there and the slot before."""
+    return torch.maximum(floor, torch.minimum(ceiling, q_tail.sum(dim=-1, keepdim=True)))
+
+
+def _draw_probes(
+    law: Tensor, q_tail: Tensor, proxy: Tensor, exists: Tensor, room: Tensor, uniforms: Tensor, draws: int
+) -> _Draws:
+    """Draw without replacement: each probe from what the earlier ones left of q~.
+
+    Args:
+        law: [batch, beam, support] q~.
+        q_tail: [batch, beam, support] q, 0 on the leads.
+        proxy: [batch, beam, 1] the first probe's.
+        exists: [batch, beam, 1] bool, whether there is a first probe.
+        room: [batch, beam, 1] how many slots are left for probes.
+        uniforms: [batch, beam] or [batch, beam, draws or more].
+        draws: how many probes, at most.
+    """
+    place = arange(law.shape[-1], law.device)
+    each = uniforms.unsqueeze(-1) if uniforms.ndim == 2 else uniforms
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    for draw in range(draws):
+        cumulative = law.cumsum(dim=-1)
+        total = cumulative[..., -1:]
+        beyond = cumulative > each[..., draw : draw + 1] * total
+        last = torch.where(law > 0, place, 0).amax(dim=-1, keepdim=True)
+        probe = torch.where(beyond, place, last).amin(dim=-1, keepdim=True)
+        if draw > 0:
+            exists = exists & (total > 0) & (room > draw)
+            proxy = _proxy(q_tail.amax(dim=-1, keepdim=True), proxy, q_tail)
+        found.append((exists, probe, proxy))
+        if draw + 1 < draws:
+            taken = place == probe
+            law, q_tail = law.masked_fill(taken, 0.0), q_tail.masked_fill(taken, 0.0)
+    if draws == 1:
+        return _Draws(*found[0])
+    return _Draws(*(torch.cat(parts, dim=-1) for parts in zip(*found, strict=True)))

@@ -42,9 +42,11 @@ class TreeBatch:
         num_nodes: [batch] long, rows in use, root included.
         probe_law_ids: [batch, laws, support] long, target ids in rank order, of every node that was expanded.
         probe_laws: [batch, laws, support] float64, q~ over them; 0 on leads and padding.
-        law_index: [batch, rows] long, which of ``probe_laws`` drew the row's probe; -1 where no probe is in the tree.
+        law_index: [batch, rows] long, which of ``probe_laws`` drew the row's first probe; -1 where no probe is in the
+            tree.
         draft_failed: [batch] bool, whether the draft's logits were NaN, +inf or all -inf at an expanded node.
         depth: the number of levels that were drafted, a bound on ``depths``.
+        probes: a bound on how many probes a node has.
         ancestor_bits: [batch, rows, words] long, what ``ancestors`` says: column j is bit j % 64 of word j // 64; None
             where it has not been computed yet.
         probe_row: [batch, rows] long, what ``probe_rows`` returns; None likewise.
@@ -62,6 +64,7 @@ class TreeBatch:
     law_index: Tensor
     draft_failed: Tensor
     depth: int
+    probes: int = 1
     ancestor_bits: Tensor | None = None
     probe_row: Tensor | None = None
 
@@ -165,4 +168,5 @@ class TreeBatch:
             law_index=law_index.to(device),
             draft_failed=torch.zeros(len(trees), dtype=torch.bool, device=device),
             depth=max(max(tree.depths) for tree in trees),
+            probes=max(1, *(tree.most_probes for tree in trees)),
         )

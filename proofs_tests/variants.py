@@ -110,16 +110,30 @@ Step = Iterator[tuple[int, Node | None, Fraction]]  # emitted token, the child i
 
 
 def draw_one_probe(plan: SlotPlan, draft: DraftLaw) -> dict[tuple[int, ...], Fraction]:
-    """The probe's law; without a probe the empty draw is certain."""
+    """The law of the probe; without one the empty draw is certain."""
     if plan.probe_law is None:
         return {(): ONE}
     return {(token,): q for token, q in zip(*plan.probe_law, strict=True) if q > 0}
 
 
+def draw_probes(plan: SlotPlan, draft: DraftLaw) -> dict[tuple[int, ...], Fraction]:
+    """The law of all probes, in drawing order: without replacement."""
+    drawn: dict[tuple[int, ...], Fraction] = {(): ONE}
+    tail = draw_one_probe(plan, draft)
+    for _ in range(plan.num_probes):
+        drawn = {
+            (*tokens, token): chance * q / sum(tail[other,] for (other,) in tail if other not in tokens)
+            for tokens, chance in drawn.items()
+            for (token,), q in tail.items()
+            if token not in tokens
+        }
+    return drawn
+
+
 def leads_probe_fills(offer: Offer) -> list[Slot]:
     """The specification's slots."""
-    probe = offer.probes[0] if offer.probes else None
-    return [Slot(s.token_id, s.weight, 0 if s.is_probe else None) for s in offer.plan.slots(probe)]
+    slots = offer.plan.slots(offer.probes)
+    return [Slot(s.token_id, s.weight, offer.probes.index(s.token_id) if s.is_probe else None) for s in slots]
 
 
 def total_order(node: Node) -> tuple[Any, ...]:
@@ -209,7 +223,7 @@ def draw_from_what_is_left(stand: Stand, p: Law) -> Law:
 class Variant:
     """The algorithm; every attribute is one of its pieces and may be replaced."""
 
-    draws: Callable[[SlotPlan, DraftLaw], dict[tuple[int, ...], Fraction]] = draw_one_probe
+    draws: Callable[[SlotPlan, DraftLaw], dict[tuple[int, ...], Fraction]] = draw_probes
     slots: Callable[[Offer], list[Slot]] = leads_probe_fills
     order: Callable[[Node], tuple[Any, ...]] = total_order
     keep: Callable[[Sequence[Node], int], Sequence[Node]] = best
