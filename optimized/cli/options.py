@@ -139,8 +139,8 @@ class ModelOptions:
         Raises:
             ValueError: no such model, options that contradict each other, or a backend that cannot run here.
         """
-        _check_exists("--target", self.target)
-        _check_exists("--draft", self.draft)
+        check_exists("--target", self.target)
+        check_exists("--draft", self.draft)
         draft = self._draft()
         with working("loading the models (the embedded target is converted at its first start, about 20 s)"):
             import torch
@@ -170,7 +170,7 @@ class ModelOptions:
         return self.draft or EMBEDDED
 
 
-def _check_exists(option: str, name: str | None) -> None:
+def check_exists(option: str, name: str | None) -> None:
     if name is None or name == EMBEDDED or Path(name).is_dir():
         return
     if Path(name).exists():
