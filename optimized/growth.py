@@ -165,7 +165,11 @@ def _check_shapes(
     shape, least = probe_uniforms.shape, [batch, config.depth, config.beam_width]
     if len(shape) == 4 or config.probes > 1:
         least.append(config.probes)
-    if len(shape) != len(least) or shape[0] != batch or any(have < need for have, need in zip(shape, least, strict=True)):
+    if (
+        len(shape) != len(least)
+        or shape[0] != batch
+        or any(have < need for have, need in zip(shape, least, strict=True))
+    ):
         raise ValueError(f"probe_uniforms must be at least {least}, got {list(shape)}")
     if vocab_map is not None and vocab_map.shape != (vocab,):
         raise ValueError(f"vocab_map must have shape [{vocab}], got {list(vocab_map.shape)}")

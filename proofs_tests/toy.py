@@ -20,7 +20,9 @@ def rng_of(seed: int, path: tuple[int, ...]) -> np.random.Generator:
     return np.random.default_rng([seed, len(path), *path])
 
 
-def random_topology(rng: np.random.Generator, most_nodes: int, depth: int, branching: int) -> tuple[tuple[int, ...], ...]:
+def random_topology(
+    rng: np.random.Generator, most_nodes: int, depth: int, branching: int
+) -> tuple[tuple[int, ...], ...]:
     """A topology of 1 .. ``most_nodes`` nodes, grown child by child at random places."""
     paths = [(0,)]
     for _ in range(rng.integers(most_nodes)):
