@@ -140,7 +140,7 @@ def _step(trees: TreeBatch, row: Tensor, law: Tensor, noise: WalkNoise, rule: Ve
     probe_law = trees.probe_laws.gather(1, gather_law).squeeze(1) * has_probe.unsqueeze(1)
 
     goes_to_lead = torch.zeros_like(has_probe)
-    lead_token = lead = torch.zeros_like(row)
+    lead_token = lead = nothing = torch.zeros_like(row)
     if rule == "rrsw":
         is_lead = is_child & has_probe.unsqueeze(1) & (places < probe)
         lead_token = inverse_cdf(law, noise.lead_uniforms.gather(1, here))
@@ -148,7 +148,7 @@ def _step(trees: TreeBatch, row: Tensor, law: Tensor, noise: WalkNoise, rule: Ve
         goes_to_lead = lead > 0
         law = torch.where(is_lead.any(dim=1, keepdim=True), _without(law, trees.token_ids, is_lead), law)
 
-    waiting, tested, accepted = is_probe, has_probe.unsqueeze(1), torch.zeros_like(here)
+    waiting, tested, accepted = is_probe, has_probe.unsqueeze(1), nothing.unsqueeze(1)
     for draw in range(trees.probes):
         token = trees.token_ids.gather(1, probe).clamp(min=0)
         q_probe = torch.where(probe_ids == token, probe_law, 0.0).sum(dim=1, keepdim=True)

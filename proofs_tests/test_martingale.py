@@ -16,7 +16,7 @@ from hypothesis import given
 
 from optimized.evidence.cases import HARD_CASES_BY_NAME, Case
 from proofs_tests.brute_force import grow_replayed, outcomes
-from proofs_tests.laws import cases, configs, exact_settings, rheo_configs, sizes
+from proofs_tests.laws import cases, configs, exact_settings, rheo_configs, sizes, static_configs
 from reference.api import RheoConfig
 from reference.exact import prefix_trees, target_law, tree_output_law
 from reference.slots import plan_slots
@@ -50,6 +50,8 @@ def lemma_configs(tree_size: int) -> list[RheoConfig]:
         *configs([2], [2], beams=(2,), tree_size=tree_size),
         RheoConfig(lead_tokens=1, branching=3, depth=2, tree_size=tree_size, beam=1),
         RheoConfig(lead_tokens=1, branching=2, depth=3, tree_size=tree_size),
+        RheoConfig(lead_tokens=1, branching=4, depth=1, tree_size=tree_size, probes=2),
+        RheoConfig(lead_tokens=0, branching=2, depth=2, tree_size=tree_size, beam=1, probes=2),
     ]
 
 
@@ -58,7 +60,7 @@ every_hard_case = pytest.mark.parametrize("name", HARD_CASES_BY_NAME)
 
 @every_hard_case
 def test_lemma_1_order(name):
-    """T_r is closed under parents, siblings join in schedule order, so a probe precedes its fills."""
+    """T_r is closed under parents, siblings join in schedule order, so probes precede each other and their fills."""
     case = HARD_CASES_BY_NAME[name]
     for config in lemma_configs(5):
         for _, prefixes in growths(case, config):
@@ -182,7 +184,7 @@ def test_lemma_4_one_step(name, branching, depth, tree_size, rule):
 @pytest.mark.lossless
 @sizes(40, 2000)
 def test_lemma_4_one_step_on_drawn_laws(size):
-    @given(case=cases(), config=rheo_configs(max_size=5))
+    @given(case=cases(), config=rheo_configs(max_size=5) | static_configs(max_nodes=4))
     @exact_settings(size)
     def check(case, config):
         assert_martingale(case, config, config.verification)

@@ -162,6 +162,16 @@ def positive_part(p: Law, q: Law, stand: Stand) -> Law:
     return normalised({token: p[token] - q.get(token, 0) for token in p}) or p
 
 
+def residual_so_far(p: Law, stand: Stand) -> Law:
+    """The law that a probe is tested against: p, or the residual that the probes before it left."""
+    return p
+
+
+def without_the_drawn(q: Law, token: int) -> Law:
+    """The law of the next probe: without replacement."""
+    return normalised({other: mass for other, mass in q.items() if other != token})
+
+
 def none_first(stand: Stand) -> Sequence[Node]:
     """The children that are drawn for before the probe is tested: none, the rule "rheo"."""
     return ()
@@ -193,12 +203,13 @@ def probe_then_draw(variant: Variant, stand: Stand) -> Step:
         if reached == 0:
             return
         below = sum((mass for token, mass in q.items() if _before(stand, token, probe.token)), Fraction(0))
-        accepted = variant.accept(p.get(probe.token, Fraction(0)), q.get(probe.token, Fraction(0)), below)
+        against = variant.tested_against(p, stand)
+        accepted = variant.accept(against.get(probe.token, Fraction(0)), q.get(probe.token, Fraction(0)), below)
         yield probe.token, probe, reached * accepted
         left.remove(probe)
         reached *= 1 - accepted
         p = variant.residual(p, q, stand)
-        q = normalised({token: mass for token, mass in q.items() if token != probe.token})
+        q = variant.law_left(q, probe.token)
     matched = {child.token: child for child in left}
     for token, mass in variant.last_draw(stand, p).items():
         yield token, matched.get(token), reached * mass
@@ -234,6 +245,8 @@ class Variant:
     verified_with: Callable[[Stand], Law] = same_law
     accept: Callable[[Fraction, Fraction, Fraction], Fraction] = accept
     residual: Callable[[Law, Law, Stand], Law] = positive_part
+    tested_against: Callable[[Law, Stand], Law] = residual_so_far
+    law_left: Callable[[Law, int], Law] = without_the_drawn
     last_draw: Callable[[Stand, Law], Law] = draw_from_what_is_left
 
 

@@ -47,7 +47,8 @@ Method = Callable[[str, list[int], SamplingParams], Sample]  # prompt, its token
 
 def decoding_methods(decoder: RheoDecoder) -> dict[str, Method]:
     """The three ways, by name; the second and third differ in ``proposal`` alone."""
-    top_k = RheoDecoder(decoder.target, decoder.drafter, decoder.tokenizer, replace(decoder.config, proposal="topk"))
+    config = replace(decoder.config, proposal="topk", topology=None)
+    top_k = RheoDecoder(decoder.target, decoder.drafter, decoder.tokenizer, config)
     return {BASELINE: _plain(decoder), TOP_K: _speculative(TOP_K, top_k), RHEO: _speculative(RHEO, decoder)}
 
 

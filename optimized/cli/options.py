@@ -86,20 +86,36 @@ class TreeOptions:
     draft_support: Annotated[int, Option("--support", help="Draft logits kept per node.", rich_help_panel=TREE)] = (
         RheoConfig.draft_support
     )
-    proposal: Annotated[Proposal, Option(help="topk never samples a probe (EAGLE-3).", rich_help_panel=TREE)] = (
-        RheoConfig.proposal
-    )
+    proposal: Annotated[
+        Proposal,
+        Option(help="topk never samples a probe (EAGLE-3), static samples every child.", rich_help_panel=TREE),
+    ] = RheoConfig.proposal
     verification: Annotated[
         Verification, Option(help="rheo tests the probe first, rrsw in tree order.", rich_help_panel=TREE)
     ] = RheoConfig.verification
+    probes: Annotated[int, Option(help="Tokens sampled per node.", rich_help_panel=TREE)] = RheoConfig.probes
+    topology: Annotated[
+        Path | None,
+        Option(
+            help="JSON list of paths of child ranks: the shape of --proposal static, in place of the others.",
+            rich_help_panel=TREE,
+        ),
+    ] = None
 
     def config(self) -> RheoConfig:
         """The trees' shape.
 
         Raises:
-            ValueError: a value is out of its range.
+            ValueError: a value is out of its range, the topology's file holds none, or it and the proposal do not go
+                together.
         """
-        return RheoConfig(**vars(self))
+        if (self.topology is None) != (self.proposal != "static"):
+            raise ValueError("--proposal static and --topology go together: give both or neither")
+        if self.topology is None:
+            return RheoConfig(**vars(self))
+        from optimized.static_trees import read_topology
+
+        return RheoConfig.static(read_topology(self.topology), self.draft_support, self.verification)
 
 
 @dataclass(frozen=True)
