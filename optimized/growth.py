@@ -176,8 +176,16 @@ def prune(config: RheoConfig, levels: Sequence[LevelSlots], beams: Sequence[Beam
         law_index=law_index[:, :rows],
         draft_failed=any_failed(levels, beams),
         depth=config.depth,
-        probes=min(config.probes, max(config.branching - config.lead_tokens, 1)),
+        probes=min(config.probes, max(config.branching - config.fewest_leads, 1)),
+        law_rows=None if config.weights is None else row_of.gather(1, offer_of_expanded),
+        masses=None if config.weights is None else torch.cat([_given(slots.masses) for slots in levels], dim=1),
     )
+
+
+def _given(masses: Tensor | None) -> Tensor:
+    if masses is None:
+        raise ValueError("a backend's slots came without the masses that calibrated weights are learned from")
+    return masses
 
 
 def any_failed(levels: Sequence[LevelSlots], beams: Sequence[Beam]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from optimized.ranges import arange, constant
+from optimized.weighing import FILL, LEAD, PROBE, LevelCurves
 from reference.api import GREEDY_TEMPERATURE, RheoConfig
 
 
@@ -23,6 +25,7 @@ class LevelSlots:
         law_ids: [batch, beam, support] long target ids in rank order.
         law: [batch, beam, support] float64, q~ of the first probe; all 0 where there is no probe.
         failed: [batch, beam] bool, logits that are NaN, +inf or all -inf.
+        masses: [batch, beam, support] float64, with calibrated weights what their curves are read at; else None.
     """
 
     token_ids: Tensor
@@ -31,6 +34,7 @@ class LevelSlots:
     law_ids: Tensor
     law: Tensor
     failed: Tensor
+    masses: Tensor | None = None
 
 
 def rank_logits(logits: Tensor, support: int) -> tuple[Tensor, Tensor]:
@@ -108,7 +112,7 @@ def level_slots(
         vocab_map: [draft vocab] long, increasing, the target id of each draft id; None when they are the same.
         children: of a static tree, how many slots each node of the level has; None for the other trees.
     """
-    m, branching = config.lead_tokens, config.branching
+    branching = config.branching
     kept, ids = rank_logits(logits, config.draft_support)
     failed = ~torch.isfinite(kept[..., 0])  # NaN ranks first; where it or +inf does, q is NaN and nothing is ranked
     if vocab_map is not None:
@@ -124,45 +128,70 @@ def level_slots(
         num_slots = torch.minimum(num_slots, constant(children, logits.device).unsqueeze(1))
 
     schedule = arange(branching, logits.device)
-    draws = min(config.probes, branching - m, support - m) if children is None else min(max(children), support)
+    greedy = (temperatures < GREEDY_TEMPERATURE).view(-1, 1, 1)
+    tempered = kept / torch.where(greedy, 1.0, temperatures.double().view(-1, 1, 1))
+    m: int | Tensor = config.fewest_leads
+    masses = lead_weights = fill_weights = q
+    curves = None
+    if config.weights is not None:
+        curves = LevelCurves(config.weights, temperatures)
+        masses = torch.where(ranked, torch.softmax(tempered, dim=-1), 0.0)
+        lead_weights, fill_weights = curves.chance(LEAD, masses), curves.chance(FILL, masses)
+        if config.lead_tokens == "auto":
+            m = curves.lead_count(masses, num_slots)
+    room = min(branching, support) - config.fewest_leads
+    draws = min(config.probes, room) if children is None else min(max(children), support)
     if config.proposal != "topk" and draws > 0:
-        greedy = (temperatures < GREEDY_TEMPERATURE).view(-1, 1, 1)
-        has_probe = ~greedy & (num_ranked > m)
+        has_probe = ~greedy & (num_ranked > m) & (num_slots > m)
         tail = ranked & (place >= m)
-        tempered = kept / torch.where(greedy, 1.0, temperatures.double().view(-1, 1, 1))
         law = torch.softmax(tempered.masked_fill(~tail | ~has_probe, -torch.inf), dim=-1).nan_to_num(0.0)
         if children is not None:
             num_slots = torch.where(has_probe, torch.minimum(num_slots, (law > 0).sum(dim=-1, keepdim=True)), num_slots)
 
-        lead = max(m, 1) - 1
-        q_tail = q * tail
-        proxy = _proxy(q[..., m : m + 1], q[..., lead : lead + 1], q_tail)
-        drawn = _draw_probes(law, q_tail, proxy, has_probe, num_slots - m, uniforms, draws)
+        ceiling = torch.ones_like(q[..., :1])
+        if curves is None or config.verification == "rrsw":  # rrsw verifies in the total order: leads before the probe
+            last_lead = torch.as_tensor(m, device=logits.device).clamp(1, support).sub(1).expand_as(num_slots)
+            ceiling = lead_weights.gather(-1, last_lead)
+            if curves is not None:
+                ceiling = ceiling.masked_fill(torch.as_tensor(m, device=logits.device) == 0, 1.0)
+        drawn = _draw_probes(law, masses * tail, ceiling, has_probe, num_slots - m, uniforms, draws, curves)
         # Behind the probes stand the ranked tokens in order, passing over those that were drawn.
         behind = schedule - (drawn.exists.long() if draws == 1 else drawn.exists.sum(dim=-1, keepdim=True))
         passed = torch.where(drawn.exists, drawn.places, support + branching)
         for taken in passed.sort(dim=-1).values.split(1, dim=-1) if draws > 1 else (passed,):
             behind = behind + (taken <= behind)
 
-        def in_slots(values: Tensor) -> Tensor:  # a single probe's value broadcasts
-            return values if draws == 1 else torch.nn.functional.pad(values, (m, branching - m - draws))
+        which = (schedule - m).clamp(0, draws - 1).expand(*failed.shape, branching)
 
-        is_probe = drawn.exists & (schedule == m) if draws == 1 else in_slots(drawn.exists)
-        index = torch.where(is_probe, in_slots(drawn.places), torch.where(schedule < m, schedule, behind))
-        weights = torch.where(is_probe, in_slots(drawn.proxies), q.gather(-1, index.clamp(max=support - 1)))
+        def in_slots(values: Tensor) -> Tensor:  # a single probe's value broadcasts
+            return values if draws == 1 else values.gather(-1, which)
+
+        is_probe = in_slots(drawn.exists) & (schedule >= m) & (schedule < m + draws)
+        is_lead = (schedule < m) | ~has_probe
+        index = torch.where(is_probe, in_slots(drawn.places), torch.where(is_lead, schedule, behind))
+        ranks = index.clamp(max=support - 1)
+        weights = lead_weights.gather(-1, ranks)
+        if curves is not None:
+            lowest = torch.where(drawn.exists, drawn.proxies, torch.inf).amin(dim=-1, keepdim=True)
+            weights = torch.where(is_lead, weights, torch.minimum(fill_weights.gather(-1, ranks), lowest))
+        weights = torch.where(is_probe, in_slots(drawn.proxies), weights)
     else:
         index = schedule.expand(*failed.shape, branching)
         law = torch.zeros_like(q)
         is_probe = torch.zeros(*failed.shape, branching, dtype=torch.bool, device=logits.device)
-        weights = q.gather(-1, index.clamp(max=support - 1))
+        weights = lead_weights.gather(-1, index.clamp(max=support - 1))
     log_weights = torch.zeros_like(weights) if config.proposal == "static" else weights.log()
+    log_scores = parent_scores.unsqueeze(2) + torch.where(schedule < num_slots, log_weights, -torch.inf)
+    if config.score_threshold > 0:
+        log_scores = log_scores.masked_fill(log_scores < math.log(config.score_threshold), -torch.inf)
     return LevelSlots(
         token_ids=ids.gather(-1, index.clamp(max=support - 1)),
-        log_scores=parent_scores.unsqueeze(2) + torch.where(schedule < num_slots, log_weights, -torch.inf),
+        log_scores=log_scores,
         is_probe=is_probe,
         law_ids=ids,
         law=law,
         failed=failed,
+        masses=None if curves is None else masses,
     )
 
 
@@ -175,24 +204,27 @@ class _Draws:
     proxies: Tensor
 
 
-def _proxy(floor: Tensor, ceiling: Tensor, q_tail: Tensor) -> Tensor:
-    """A probe's weight: the mass of the tail it is drawn from, between the best token there and the slot before."""
-    return torch.maximum(floor, torch.minimum(ceiling, q_tail.sum(dim=-1, keepdim=True)))
-
-
 def _draw_probes(
-    law: Tensor, q_tail: Tensor, proxy: Tensor, exists: Tensor, room: Tensor, uniforms: Tensor, draws: int
+    law: Tensor,
+    tail: Tensor,
+    ceiling: Tensor,
+    exists: Tensor,
+    room: Tensor,
+    uniforms: Tensor,
+    draws: int,
+    curves: LevelCurves | None,
 ) -> _Draws:
     """Draw without replacement: each probe from what the earlier ones left of q~.
 
     Args:
         law: [batch, beam, support] q~.
-        q_tail: [batch, beam, support] q, 0 on the leads.
-        proxy: [batch, beam, 1] the first probe's.
+        tail: [batch, beam, support] what a probe's weight adds up, 0 on the leads: q, or masses for the curves.
+        ceiling: [batch, beam, 1] what the first probe's weight may not exceed.
         exists: [batch, beam, 1] bool, whether there is a first probe.
         room: [batch, beam, 1] how many slots are left for probes.
         uniforms: [batch, beam] or [batch, beam, draws or more].
         draws: how many probes, at most.
+        curves: turn the tail's mass into the probe's chance; None for the paper's weight.
     """
     place = arange(law.shape[-1], law.device)
     each = uniforms.unsqueeze(-1) if uniforms.ndim == 2 else uniforms
@@ -205,11 +237,15 @@ def _draw_probes(
         probe = torch.where(beyond, place, last).amin(dim=-1, keepdim=True)
         if draw > 0:
             exists = exists & (total > 0) & (room > draw)
-            proxy = _proxy(q_tail.amax(dim=-1, keepdim=True), proxy, q_tail)
-        found.append((exists, probe, proxy))
+        mass = tail.sum(dim=-1, keepdim=True)
+        if curves is None:  # the mass of its tail, between the best token there and the slot before
+            ceiling = torch.maximum(tail.amax(dim=-1, keepdim=True), torch.minimum(ceiling, mass))
+        else:
+            ceiling = torch.minimum(ceiling, curves.chance(PROBE, mass.clamp(max=1.0)))
+        found.append((exists, probe, ceiling))
         if draw + 1 < draws:
             taken = place == probe
-            law, q_tail = law.masked_fill(taken, 0.0), q_tail.masked_fill(taken, 0.0)
+            law, tail = law.masked_fill(taken, 0.0), tail.masked_fill(taken, 0.0)
     if draws == 1:
         return _Draws(*found[0])
     return _Draws(*(torch.cat(parts, dim=-1) for parts in zip(*found, strict=True)))

@@ -47,6 +47,9 @@ class TreeBatch:
         draft_failed: [batch] bool, whether the draft's logits were NaN, +inf or all -inf at an expanded node.
         depth: the number of levels that were drafted, a bound on ``depths``.
         probes: a bound on how many probes a node has.
+        law_rows: [batch, laws] long, the row of each expanded node; 0 for those that were pruned, and for the root, which
+            is the first. None where nobody asked: without calibrated weights.
+        masses: [batch, laws, support] float64, what the calibrated curves are read at; None likewise.
         ancestor_bits: [batch, rows, words] long, what ``ancestors`` says: column j is bit j % 64 of word j // 64; None
             where it has not been computed yet.
         probe_row: [batch, rows] long, what ``probe_rows`` returns; None likewise.
@@ -65,6 +68,8 @@ class TreeBatch:
     draft_failed: Tensor
     depth: int
     probes: int = 1
+    law_rows: Tensor | None = None
+    masses: Tensor | None = None
     ancestor_bits: Tensor | None = None
     probe_row: Tensor | None = None
 

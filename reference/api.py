@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from reference.numbers import Number, Vector, check_law, is_exact
 from reference.topology import StaticShape, Topology, canonical_topology, static_shape
+from reference.weights import Weights
 
 Proposal = Literal["rheo", "topk", "static"]
 Verification = Literal["rheo", "rrsw"]
@@ -32,6 +33,7 @@ class RheoConfig:
 
     Attributes:
         lead_tokens: m, the rheostat: how many of the top tokens stand before the probe. m >= branching means no probe.
+            "auto" takes at every node the m that promises most by ``weights`` (``reference.weights.lead_count``).
         branching: K, the slots of a node.
         depth: how many levels are drafted.
         tree_size: R, the budget: draft nodes kept after global pruning, root not counted.
@@ -43,12 +45,15 @@ class RheoConfig:
         probes: how many tokens a node samples, without replacement; fewer where slots or tokens run out.
         topology: of a static tree, paths of child ranks in level-major order; None for the other proposals.
             ``RheoConfig.static`` derives everything else from it.
+        weights: calibrated weights for path scores; None for the paper's, q and the proxy.
+        score_threshold: in [0, 1]; a node with a smaller path score is not offered, so the tree may stay below
+            ``tree_size``.
 
     Raises:
         ValueError: an attribute is out of its range, or the topology is none or contradicts another attribute.
     """
 
-    lead_tokens: int = 1
+    lead_tokens: int | Literal["auto"] = 1
     branching: int = 10
     depth: int = 8
     tree_size: int = 60
@@ -58,16 +63,26 @@ class RheoConfig:
     verification: Verification = "rheo"
     probes: int = 1
     topology: Topology | None = None
+    weights: Weights | None = None
+    score_threshold: Number = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("lead_tokens", 0), ("branching", 1), ("depth", 1), ("tree_size", 1), ("draft_support", 1)):
+        counts = {"branching": 1, "depth": 1, "tree_size": 1, "draft_support": 1, "probes": 1}
+        if self.lead_tokens != "auto":
+            counts["lead_tokens"] = 0
+        for name, least in counts.items():
             _check_count(name, getattr(self, name), least)
-        _check_count("probes", self.probes, 1)
         if self.beam is not None:
             _check_count("beam", self.beam, 1)
         for name, allowed in (("proposal", get_args(Proposal)), ("verification", get_args(Verification))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+        if self.lead_tokens == "auto" and self.weights is None:
+            raise ValueError('lead_tokens="auto" compares what slots promise, so it needs weights')
+        if not 0 <= self.score_threshold <= 1:
+            raise ValueError(f"score_threshold must lie in [0, 1], got {self.score_threshold}")
+        if self.proposal == "static" and (self.weights is not None or self.score_threshold != 0):
+            raise ValueError("a static tree keeps its whole topology; it takes neither weights nor a score_threshold")
         self._check_topology()
 
     def _check_topology(self) -> None:
@@ -117,12 +132,17 @@ class RheoConfig:
         return self.branching if self.beam is None else self.beam
 
     @property
+    def fewest_leads(self) -> int:
+        """The least m that a node may have."""
+        return 0 if self.lead_tokens == "auto" else self.lead_tokens
+
+    @property
     def shape(self) -> StaticShape | None:
         """The topology's shape; None for a tree that is not static."""
         return None if self.topology is None else static_shape(self.topology)
 
 
-def _static_settings(shape: StaticShape) -> dict[str, int]:
+def _static_settings(shape: StaticShape) -> dict[str, Any]:
     """What a topology makes of the other settings."""
     return {
         "lead_tokens": 0,

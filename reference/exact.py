@@ -166,7 +166,10 @@ class _BestFirst:
         ]
         if plan.proxy is not None:
             places.append(Place(-score * plan.proxy, level, rank, plan.lead_tokens, node, None))
-        return places
+        return self._worthy(places)
+
+    def _worthy(self, places: list[Place]) -> list[Place]:
+        return [place for place in places if -place.negated_score >= self.config.score_threshold]
 
     def _behind(self, probe: Place, token_id: int) -> list[Place]:
         """The places that a probe's token adds: the next probe's, or behind the last probe the fills'."""
@@ -177,9 +180,10 @@ class _BestFirst:
             return Place(-score * weight, probe.level, probe.parent_rank, slot, probe.parent, token, drawn)
 
         if len(drawn) < plan.num_probes:
-            return [place(plan.probe_weight(drawn), probe.slot + 1, None, drawn)]
+            return self._worthy([place(plan.probe_weight(drawn), probe.slot + 1, None, drawn)])
         slots = plan.slots(drawn)
-        return [place(slots[slot].weight, slot, slots[slot].token_id) for slot in range(probe.slot + 1, len(slots))]
+        fills = [place(slots[slot].weight, slot, slots[slot].token_id) for slot in range(probe.slot + 1, len(slots))]
+        return self._worthy(fills)
 
 
 def prefix_trees(config: RheoConfig, draft: Draft) -> Iterator[PrefixTree]:

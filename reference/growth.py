@@ -100,6 +100,7 @@ def grow_with_probes(
             offered_here += [
                 OfferedNode((*path, slot.token_id), node, level, rank, index, slot.is_probe, score * slot.weight)
                 for index, slot in enumerate(slots)
+                if score * slot.weight >= config.score_threshold
             ]
         offered += offered_here
         if level == config.depth:

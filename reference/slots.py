@@ -7,7 +7,7 @@ probe's weight and place are known before its token is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,9 @@ import numpy as np
 from reference.api import DraftLaw, Margin, RheoConfig, softmax
 from reference.numbers import Number, Vector, inverse_cdf
 from reference.tree import ProbeLaw
+from reference.weights import Curve, lead_count
+
+Weigh = Callable[[Vector, Number], Number]
 
 
 @dataclass(frozen=True)
@@ -32,21 +35,33 @@ class SlotPlan:
 
     Attributes:
         tokens: x_1, x_2, ...: all tokens with q > 0, by q, ties by lower token id.
-        weights: q of each of them; in a static tree all 1.
+        weights: of each of them as a lead: q, or its chance by calibrated curves; in a static tree all 1.
+        fill_weights: of each of them as a fill, before the cap at the probes'.
+        masses: of each of them, what a probe's weight adds up over the tail: q, or with calibrated curves the mass at
+            the request's temperature.
         num_slots: min(K, number of ranked tokens); in a static tree no more than there are tokens to sample.
         lead_tokens: how many of the slots are leads; all of them when there is no probe.
         num_probes: how many of the slots are probes.
         probe_law: (token ids in rank order, q~), the law of the first probe; None when there is no probe.
-        proxy: the first probe's weight in path scores; None when there is no probe.
+        ceiling: what the first probe's weight may not exceed.
+        weigh: the rule for a probe's weight, from the masses left in its tail and the weight it may not exceed.
     """
 
     tokens: tuple[int, ...]
     weights: tuple[Number, ...]
+    fill_weights: tuple[Number, ...]
+    masses: tuple[Number, ...]
     num_slots: int
     lead_tokens: int
     num_probes: int
     probe_law: ProbeLaw | None
-    proxy: Number | None
+    ceiling: Number
+    weigh: Weigh
+
+    @property
+    def proxy(self) -> Number | None:
+        """The first probe's weight in path scores; None when there is no probe."""
+        return None if self.probe_law is None else self.probe_weight(())
 
     def slots(self, probe_tokens: Sequence[int] = ()) -> list[Slot]:
         """The node's slots in schedule order: leads, probes, fills.
@@ -59,24 +74,25 @@ class SlotPlan:
         """
         if len(probe_tokens) != self.num_probes:
             raise ValueError(f"probe_tokens are {list(probe_tokens)}, but this node has {self.num_probes} probe(s)")
-        ranked = [Slot(token, weight, False) for token, weight in zip(self.tokens, self.weights, strict=True)]
-        leads = ranked[: self.lead_tokens]
+        m = self.lead_tokens
+        leads = [Slot(token, weight, False) for token, weight in zip(self.tokens[:m], self.weights[:m], strict=True)]
         probes = [Slot(token, self.probe_weight(probe_tokens[:j]), True) for j, token in enumerate(probe_tokens)]
-        fills = [slot for slot in ranked[self.lead_tokens :] if slot.token_id not in probe_tokens]
+        # Whatever the last probe's token is, its fills come behind it.
+        fills = [
+            Slot(token, min(weight, probes[-1].weight) if probes else weight, False)
+            for token, weight in zip(self.tokens[m:], self.fill_weights[m:], strict=True)
+            if token not in probe_tokens
+        ]
         return [*leads, *probes, *fills][: self.num_slots]
 
     def probe_weight(self, drawn: Sequence[int]) -> Number:
         """The weight of the probe that is drawn after the probes ``drawn``: a function of their tokens, not of its own.
 
-        It stands for the tail that they left, min(weight of the probe before, sum of q over that tail), clamped below
-        by the q of the best token left, so that weights never increase along the schedule.
+        It stands for the tail that they left, see ``proxy_weight`` and ``worth``.
         """
-        if not drawn:
-            assert self.proxy is not None, "this node has no probe"
-            return self.proxy
-        tail = zip(self.tokens[self.lead_tokens :], self.weights[self.lead_tokens :], strict=True)
-        left = np.array([weight for token, weight in tail if token not in drawn])
-        return max(left[0], min(self.probe_weight(drawn[:-1]), left.sum()))
+        tail = zip(self.tokens[self.lead_tokens :], self.masses[self.lead_tokens :], strict=True)
+        left = np.array([mass for token, mass in tail if token not in drawn])
+        return self.weigh(left, self.probe_weight(drawn[:-1]) if drawn else self.ceiling)
 
     def law_after(self, drawn: Sequence[int]) -> ProbeLaw:
         """The weights that draw the next probe: q~ with the tokens drawn so far at zero, not renormalised."""
@@ -101,11 +117,27 @@ def plan_slots(config: RheoConfig, law: DraftLaw, slots: int | None = None) -> S
     ranked = law.ranked_tokens()
     static = config.proposal == "static"
     q = law.construction[ranked]
-    weights = q / q if static else q
+    one = q[0] / q[0]
     num_slots = min(config.branching if slots is None else slots, ranked.size)
-    lead_tokens = config.lead_tokens
+    lead_tokens = config.lead_tokens if isinstance(config.lead_tokens, int) else num_slots
+    if config.weights is None:
+        masses = q / q if static else q
+        weights = fill_weights = tuple(masses)
+        weigh: Weigh = proxy_weight
+        ceiling = masses[max(lead_tokens, 1) - 1 : max(lead_tokens, 1)].min(initial=one)
+    else:
+        curves = config.weights.at(0.0 if law.sampling is None else law.temperature)
+        masses = q if law.sampling is None else law.sampling[ranked]
+        weights, fill_weights = tuple(map(curves.lead, masses)), tuple(map(curves.fill, masses))
+        ceiling, weigh = one, worth(curves.probe)
+        if config.lead_tokens == "auto" and law.sampling is not None:
+            drawable = [mass for mass in masses if mass > 0]
+            lead_tokens = lead_count(curves, drawable, num_slots)
+        # rrsw verifies siblings in the total order, so there the leads have to stay before the probe.
+        if config.verification == "rrsw" and lead_tokens:
+            ceiling = min(weights[:lead_tokens])
 
-    probe_law, proxy, num_probes = None, None, 0
+    probe_law, num_probes = None, 0
     if config.proposal != "topk" and lead_tokens < num_slots:
         probabilities = tail_law(law, ranked[lead_tokens:])
         if probabilities is not None:
@@ -113,15 +145,17 @@ def plan_slots(config: RheoConfig, law: DraftLaw, slots: int | None = None) -> S
             num_slots = min(num_slots, possible) if static else num_slots
             num_probes = min(config.probes, num_slots - lead_tokens, possible)
             probe_law = (tuple(int(token) for token in ranked[lead_tokens:]), probabilities)
-            proxy = proxy_weight(weights, lead_tokens)
     return SlotPlan(
         tokens=tuple(int(token) for token in ranked),
-        weights=tuple(weights),
+        weights=weights,
+        fill_weights=fill_weights,
+        masses=tuple(masses),
         num_slots=num_slots,
         lead_tokens=num_slots if probe_law is None else lead_tokens,
         num_probes=num_probes,
         probe_law=probe_law,
-        proxy=proxy,
+        ceiling=ceiling,
+        weigh=weigh,
     )
 
 
@@ -139,14 +173,26 @@ def tail_law(law: DraftLaw, tail: np.ndarray) -> Vector | None:
     return mass / total if total > 0 else None
 
 
-def proxy_weight(q: Vector, lead_tokens: int) -> Number:
-    """The first probe's weight: min(q(x_m), z), z the mass behind the leads; for m = 0 q(x_1).
+def proxy_weight(tail: Vector, ceiling: Number) -> Number:
+    """A probe's weight by the paper: min(q(x_m), z), z the mass of its tail; for later probes min(the one before, z).
 
-    The clamp into [q(x_{m+1}), q(x_m)] holds exactly anyway and guards the float sum z against its rounding.
+    Args:
+        tail: q of the tokens it may be, the best first.
+        ceiling: q(x_m), for m = 0 q(x_1); for later probes the weight of the one before.
+
+    The clamp below, at the best token's q, keeps every fill behind it.
     """
-    ceiling = q[max(lead_tokens, 1) - 1]
-    tail_mass = q[lead_tokens:].sum()
-    return max(q[lead_tokens], min(ceiling, tail_mass))
+    return max(tail[0], min(ceiling, tail.sum()))
+
+
+def worth(chance: Curve) -> Weigh:
+    """A probe's weight by a calibrated curve: the chance by its tail's mass, not above the ceiling."""
+
+    def weigh(tail: Vector, ceiling: Number) -> Number:
+        mass = tail.sum()
+        return min(ceiling, chance(min(mass, mass / mass)))
+
+    return weigh
 
 
 def draw_probes(

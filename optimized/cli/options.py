@@ -75,7 +75,7 @@ class TreeOptions:
 
     lead_tokens: Annotated[
         int, Option("--lead-tokens", "-m", help="The rheostat: top tokens before the probe.", rich_help_panel=TREE)
-    ] = RheoConfig.lead_tokens
+    ] = 1
     branching: Annotated[int, Option(help="Slots of a node.", rich_help_panel=TREE)] = RheoConfig.branching
     depth: Annotated[int, Option(help="Levels drafted.", rich_help_panel=TREE)] = RheoConfig.depth
     tree_size: Annotated[int, Option(help="Draft nodes kept per step.", rich_help_panel=TREE)] = RheoConfig.tree_size
