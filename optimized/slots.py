@@ -41,7 +41,7 @@ def rank_logits(logits: Tensor, support: int) -> tuple[Tensor, Tensor]:
     """The largest logits of each row, best first, ties by lower id; ``torch.topk`` alone promises no order among ties.
 
     Args:
-        logits: [..., vocab] float16, bfloat16 or float32; NaN ranks first.
+        logits: [..., nodes, vocab] float16, bfloat16 or float32; NaN ranks first.
         support: how many to keep.
 
     Returns:

@@ -47,8 +47,8 @@ class TreeBatch:
         draft_failed: [batch] bool, whether the draft's logits were NaN, +inf or all -inf at an expanded node.
         depth: the number of levels that were drafted, a bound on ``depths``.
         probes: a bound on how many probes a node has.
-        law_rows: [batch, laws] long, the row of each expanded node; 0 for what was pruned and for the root, which is the
-            first. None without calibrated weights.
+        law_rows: [batch, laws] long, the row of each expanded node; 0 for the root, which comes first, and for what
+            was pruned. None without calibrated weights.
         masses: [batch, laws, support] float64, what the calibrated curves are read at; None likewise.
         ancestor_bits: [batch, rows, words] long, what ``ancestors`` says: column j is bit j % 64 of word j // 64; None
             where it has not been computed yet.

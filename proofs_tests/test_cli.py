@@ -364,7 +364,7 @@ def test_demo_shows_texts_and_a_table(loaded: dict[str, Any]) -> None:
 @pytest.mark.parametrize("text", ["", "not json", '{"turns": []}', '{"turns": "ab"}', '["turns"]', "3"])
 def test_demo_names_the_line_of_a_bad_prompts_file(loaded: dict[str, Any], tmp_path: Path, text: str) -> None:
     (tmp_path / "q.jsonl").write_text(text)
-    says = f"{tmp_path / 'q.jsonl'}" + (", line 1: expected" if text else " holds no prompts")
+    says = f"{tmp_path / 'q.jsonl'}" + (", line 1: " if text else " holds no questions")
     assert says in told(rheo("demo", "--prompts-file", str(tmp_path / "q.jsonl")), 2)
 
 

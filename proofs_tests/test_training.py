@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from optimized.training import (
     train,
     write_head,
 )
-from optimized.training.evaluation import Text, _summary, answered_questions, read_questions
+from optimized.training.evaluation import Text, _summary, answered_questions
 from optimized.training.journal import plot_training, read_journal
 from optimized.training.lessons import read_lesson, score_steps
 from optimized.training.settings import compute_dtype
@@ -380,23 +379,7 @@ def test_standard_error_by_hand():
     assert (found.tokens, found.texts) == ((5,), 2)
 
 
-def test_questions_are_read_and_answered(tmp_path):
-    path = tmp_path / "question.jsonl"
-    path.write_text('{"turns": ["one", "more"]}\n\n{"turns": ["two"], "other": 1}\n')
-    assert read_questions(path) == ["one", "two"]
-    for line, message in (
-        ('{"turns": []}', "line 2"),
-        ("nothing", "line 2"),
-        ("[1]", "line 2"),
-        ('{"turns": [3]}', "line 2: the first turn is not a text"),
-    ):
-        path.write_text(json.dumps({"turns": ["one"]}) + "\n" + line + "\n")
-        with pytest.raises(ValueError, match=message):
-            read_questions(path)
-    path.write_text("\n")
-    with pytest.raises(ValueError, match="holds no question"):
-        read_questions(path)
-
+def test_questions_are_answered():
     class Words:
         chat_template = None
 

@@ -224,6 +224,7 @@ def evaluate_head(
         raise ValueError(f"no such file: {', '.join(missing)}")
     target, tokenizer, dtype = teacher.load()
 
+    from optimized.bench.questions import first_turns
     from optimized.models.embedded import embedded_head_dir
     from optimized.sampling_params import SamplingParams
     from optimized.training import evaluation as measuring
@@ -238,7 +239,7 @@ def evaluate_head(
         if measuring.any_counted(measuring.held_out_texts(held, answers_only=True, most=texts)):
             sources["held out, answers"] = lambda: measuring.held_out_texts(held, answers_only=True, most=texts)
     for path in questions:
-        asked = measuring.read_questions(path)[:texts]
+        asked = first_turns(path)[:texts]
         sources[str(path)] = lambda asked=asked: measuring.answered_questions(target, tokenizer, asked, params)  # type: ignore[misc]
 
     found: dict[str, OverlapReport] = {}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,28 +120,6 @@ def held_out_texts(corpus: Corpus, answers_only: bool = False, most: int | None 
     return [Text(corpus.tokens[index], corpus.in_answer[index] if answers_only else every) for index in chosen]
 
 
-def read_questions(path: Path) -> list[str]:
-    """The first turn of every question of a ``question.jsonl``: one JSON object per line, with a list ``turns``.
-
-    Raises:
-        ValueError: a line that is something else, or no line at all.
-    """
-    questions = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            turn = json.loads(line)["turns"][0]
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise ValueError(f'{path}, line {number}: an object with "turns", a list of texts, is needed') from error
-        if not isinstance(turn, str) or not turn.strip():
-            raise ValueError(f"{path}, line {number}: the first turn is not a text")
-        questions.append(turn)
-    if not questions:
-        raise ValueError(f"{path} holds no question")
-    return questions
-
-
 def answered_questions(
     target: TargetModel, tokenizer: Any, questions: Sequence[str], params: SamplingParams, batch: int = 16
 ) -> list[Text]:
@@ -152,7 +128,7 @@ def answered_questions(
     Args:
         target: answers alone, without a draft.
         tokenizer: of the target; questions are chat messages if it has a chat template.
-        questions: see ``read_questions``.
+        questions: see ``optimized.bench.questions.first_turns``.
         params: how answers are drawn; question i has the seed ``params.seed + i``.
         batch: how many are answered side by side.
 
