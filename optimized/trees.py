@@ -90,7 +90,7 @@ class TreeBatch:
         places = torch.arange(self.rows, device=self.parents.device).expand_as(self.parents)
         parents = torch.where(self.is_probe, self.parents, self.rows)  # one more column takes whatever is no probe
         found = torch.zeros(self.batch_size, self.rows + 1, dtype=torch.long, device=self.parents.device)
-        return found.scatter_(1, parents, places)[:, :-1]
+        return found.scatter_(1, parents, places)[:, :-1].contiguous()
 
     def ancestors(self) -> Tensor:
         """[batch, rows, rows] bool: whether column j is row i or its ancestor; padding sees itself and the root."""
