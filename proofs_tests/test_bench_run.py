@@ -27,6 +27,7 @@ from optimized.bench.rows import COLUMNS, KEY, Row, RunSettings, header_line, pa
 from optimized.bench.run import Bench, Plan, rotated
 from optimized.bench.running import Answer, MethodRunner
 from optimized.bench.store import RowStore
+from optimized.calibration import prior_weights, save_weights
 from optimized.cli import app
 from optimized.decoder import RheoDecoder
 from optimized.models import CausalDrafter, TargetModel
@@ -186,7 +187,7 @@ def test_conversations_go_on_with_the_plain_text_for_every_method(
 
 
 def some_settings(**changes: Any) -> RunSettings:
-    return replace(RunSettings("t", "d", "float32", "cpu", 1, "m", 5, 2), **changes)
+    return replace(RunSettings("t", "d", "float32", "cpu", 1, "m", 5, 2, "timed"), **changes)
 
 
 def test_a_killed_run_goes_on_to_the_same_rows(undisturbed: Path, tmp_path: Path, tiny: None) -> None:
@@ -333,6 +334,26 @@ def test_without_contexts_nothing_is_expected(tmp_path: Path, tiny: None) -> Non
     assert result.exit_code == 0, result.output
     for row in read_rows(tmp_path / "rows.csv"):
         assert (row.expected_tau, row.contexts_used, row.coverage) == (None, 0, None)
+
+
+def test_without_texts_the_expected_tau_is_the_same(undisturbed: Path, tmp_path: Path, tiny: None) -> None:
+    """Nothing is timed; calibrated weights come from a file and take part like any other method."""
+    save_weights(prior_weights(), tmp_path / "weights.json", {})
+    sets = [undisturbed / "sets" / "chats", undisturbed / "sets" / "single"]
+    options = ("--methods", "topk,rheo,calibrated,auto", "--weights", str(tmp_path / "weights.json"), "--no-texts")
+    result = rheo_bench(tmp_path / "rows.csv", sets, *options)
+    assert result.exit_code == 0, result.output
+    timed = {row.key: row for row in read_rows(undisturbed / "rows.csv")}
+    rows = read_rows(tmp_path / "rows.csv")
+    assert len(rows) == 6 * 10  # topk, rheo and calibrated with m = 0 and 1, auto
+    for row in rows:
+        assert (row.tokens, row.passes, row.seconds, row.texts) == (0, None, 0.0, "none")
+        if row.method in ("topk", "rheo"):
+            assert row.expected_tau == timed[row.key].expected_tau
+        else:
+            assert row.expected_tau is None or row.expected_tau >= 1
+    result = rheo_bench(tmp_path / "none.csv", sets, "--no-texts", "--contexts", "0")
+    assert "--no-texts leaves nothing to measure" in result.output
 
 
 def test_plain_methods_need_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

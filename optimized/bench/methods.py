@@ -6,10 +6,14 @@ import itertools
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+from optimized.calibration import load_weights
 from reference.api import RheoConfig
 from reference.topology import Topology
+from reference.weights import Weights
 
 PLAIN, GENERATE, TOP_K = "plain", "generate", "topk"
 _SHAPE = ("branching", "depth", "tree_size", "draft_support")
@@ -19,6 +23,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     TOP_K: _SHAPE,  # EAGLE-2/3: dynamic trees without a probe
     "rheo": ("lead_tokens", "probes", *_SHAPE),
     "rrsw": ("lead_tokens", "probes", *_SHAPE),  # the same trees, siblings verified in their order in the tree
+    "calibrated": ("lead_tokens", "probes", *_SHAPE, "weights"),  # rheo, path scores by calibrated weights
+    "auto": ("probes", *_SHAPE, "weights"),  # and m by what they promise, node by node
     "chain": ("depth", "draft_support"),  # Leviathan et al., Chen et al.: `depth` sampled tokens in a row
     "static": ("draft_support", "topology"),  # a fixed topology, children sampled without replacement
 }
@@ -35,6 +41,7 @@ class Method:
         name: a key of ``SETTINGS``.
         lead_tokens, probes, branching, depth, tree_size, draft_support: as in ``RheoConfig``.
         topology: of a static tree, as ``topology_text`` writes it: a row then says all of its tree.
+        weights: file of calibrated weights.
     """
 
     name: str
@@ -45,6 +52,7 @@ class Method:
     tree_size: int | None = None
     draft_support: int | None = None
     topology: str | None = None
+    weights: str | None = None
 
     @property
     def settings(self) -> dict[str, int | str]:
@@ -54,7 +62,7 @@ class Method:
     def label(self, shown: Sequence[str] | None = None) -> str:
         """Its name with the settings, all or only some of them: "rheo m=1 R=60"."""
         parts = [
-            f"{SHORT[name]}={value}" if name in SHORT else topology_label(str(value))
+            f"{SHORT[name]}={value}" if name in SHORT else _file_label(name, str(value))
             for name, value in self.settings.items()
             if shown is None or name in shown
         ]
@@ -76,6 +84,9 @@ class Method:
                 return RheoConfig(**shape)
             case "rrsw":
                 return RheoConfig(verification="rrsw", **shape)
+            case "calibrated" | "auto":
+                weights = _weights(shape.pop("weights"))
+                return RheoConfig(**{"lead_tokens": "auto", **shape}, weights=weights)
             case "chain":
                 return RheoConfig(lead_tokens=0, branching=1, beam=1, tree_size=shape["depth"], **shape)
             case "static":
@@ -94,6 +105,7 @@ class Grid:
     tree_size: tuple[int, ...] = (RheoConfig.tree_size,)
     draft_support: tuple[int, ...] = (RheoConfig.draft_support,)
     topology: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
 
 
 def methods_of(names: Sequence[str], grid: Grid) -> list[Method]:
@@ -127,6 +139,15 @@ def topology_text(topology: Topology) -> str:
 def topology_label(text: str) -> str:
     """A topology's size, and four digits to tell it from others: "24 nodes #1f3a"."""
     return f"{len(_topology(text))} nodes #{zlib.crc32(text.encode()) & 0xFFFF:04x}"
+
+
+def _file_label(setting: str, value: str) -> str:
+    return topology_label(value) if setting == "topology" else Path(value).stem
+
+
+@cache
+def _weights(path: str) -> Weights:
+    return load_weights(Path(path))
 
 
 def _topology(text: str) -> Topology:

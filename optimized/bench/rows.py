@@ -27,6 +27,7 @@ class RunSettings:
         machine: the processor or accelerator.
         max_new_tokens: at most so many per turn.
         contexts: on how many positions of a text the expected acceptance length is taken.
+        texts: "timed", or "none" when the methods wrote none and only their expected acceptance length was taken.
     """
 
     target: str
@@ -37,6 +38,7 @@ class RunSettings:
     machine: str
     max_new_tokens: int
     contexts: int
+    texts: str
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Row:
         set_name: of the questions.
         question_id: within the set.
         turn: 1 for the first message.
-        method: with ``lead_tokens`` to ``topology``, which settings of it (None where it has no use for one).
+        method: with ``lead_tokens`` to ``weights``, which settings of it (None where it has no use for one).
         temperature: the request's.
         seed: the run's; the request's own is made of it, the set, the question and the turn.
         category: of the question.
@@ -69,7 +71,7 @@ class Row:
         finish_reason: "eos", "stop" or "length".
         text_crc: CRC-32 of the generated token ids, to tell texts apart.
         place: when it ran among the methods of its turn, from 0.
-        target ... contexts: see ``RunSettings``.
+        target ... texts: see ``RunSettings``.
         questions: digest of the set's file.
         version, commit: of this software; commit is "" outside a checkout.
     """
@@ -85,6 +87,7 @@ class Row:
     tree_size: int | None
     draft_support: int | None
     topology: str | None
+    weights: str | None
     temperature: float
     seed: int
     category: str
@@ -118,6 +121,7 @@ class Row:
     machine: str
     max_new_tokens: int
     contexts: int
+    texts: str
     questions: str
     version: str
     commit: str

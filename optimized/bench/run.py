@@ -66,6 +66,9 @@ class Plan:
         ]
 
 
+NOTHING = Answer((), "", "length", 0.0, 0.0, None)  # of a method that was not asked to write
+
+
 class Bench:
     """Measures a plan.
 
@@ -84,6 +87,7 @@ class Bench:
             raise ValueError("questions are conversations; the target's tokenizer has no chat template")
         self.decoder, self.plan, self.settings, self.provenance = decoder, plan, settings, provenance
         self.runner = MethodRunner(decoder)
+        self.timed = settings.texts == "timed"
 
     def run(self, store: RowStore, progress: Progress = lambda what: None) -> int:
         """Measure every row that the file does not have yet; returns how many these were.
@@ -95,7 +99,7 @@ class Bench:
         digests = {one.name: one.digest for one in self.plan.sets}
         with collector_off():
             for before, question, temperature, seed in self.plan.conversations():
-                if not warm and self._missing(question, 1, temperature, seed, store.done):
+                if self.timed and not warm and self._missing(question, 1, temperature, seed, store.done):
                     self.warm_up(question, temperature)
                     warm = True
                 try:
@@ -131,13 +135,15 @@ class Bench:
             for place, method in enumerate(rotated(self.plan.methods, before + turn - 1)):
                 if key_of(question.set_name, question.question_id, turn, method, temperature, seed) not in done:
                     gc.collect()  # between the measurements, as it is turned off while they run
-                    answers[method], places[method] = self.runner.run(method, prompt, params), place
+                    answers[method] = self.runner.run(method, prompt, params) if self.timed else NOTHING
+                    places[method] = place
                     progress(f"{question.set_name} {question.question_id}, {method.label()}")
             # The common text: what the contexts lie on, and what the conversation goes on with.
             if not self.plan.contexts and turn == len(question.turns):
-                plain = Answer((), "", "length", 0.0, 0.0, None)  # nobody needs one
+                plain = NOTHING  # nobody needs one
             else:
-                plain = answers.get(Method(PLAIN)) or self.runner.run(Method(PLAIN), prompt, params)
+                written = answers.get(Method(PLAIN)) if self.timed else None
+                plain = written or self.runner.run(Method(PLAIN), prompt, params)
             values = self._at_contexts(list(answers), prompt, plain, temperature, asked)
             for method, answer in answers.items():
                 where = (question, turn, method, temperature, seed)
@@ -164,7 +170,7 @@ class Bench:
             if config is None or not positions:
                 values[method] = ContextValues((1.0,) * len(positions), ())
                 continue
-            assert drafter is not None  # it has run already
+            assert drafter is not None  # `rheo bench` loads one where a method drafts
             if contexts is None:
                 contexts = CommonContexts(
                     self.decoder.target, prompt, plain.token_ids, positions, temperature, drafter.feature_layers
@@ -210,7 +216,7 @@ class Bench:
             probes_accepted=0 if counted is None else counted.probe_accepted,
             coverage=fmean(values.coverage) if values.coverage else None,
             seconds=answer.seconds,
-            tokens_per_second=len(answer.token_ids) / answer.seconds,
+            tokens_per_second=len(answer.token_ids) / answer.seconds if answer.seconds else 0.0,
             prompt_seconds=answer.prompt_seconds,
             target_seconds=None if phases is None else phases[0],
             draft_seconds=None if phases is None else phases[1],

@@ -44,7 +44,9 @@ def bench(
     models: ModelOptions,
     methods: Annotated[
         str,
-        typer.Option(help="Of plain, generate, topk, rheo, rrsw, chain, static.", rich_help_panel=TREE),
+        typer.Option(
+            help="Of plain, generate, topk, rheo, rrsw, calibrated, auto, chain, static.", rich_help_panel=TREE
+        ),
     ] = METHODS,
     temperatures: Annotated[str, typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)] = "1",
     seeds: Annotated[int, typer.Option(help="How many texts per question.", min=1, rich_help_panel=SAMPLING)] = 1,
@@ -64,6 +66,12 @@ def bench(
     supports: Annotated[
         str, typer.Option(help="Draft logits kept per node; full: all of them.", rich_help_panel=TREE)
     ] = str(RheoConfig.draft_support),
+    weights: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="JSON file of rheo calibrate, of calibrated and auto; repeat for several.", rich_help_panel=TREE
+        ),
+    ] = None,
     topology: Annotated[
         list[Path] | None, typer.Option(help="JSON file of a static tree; repeat for several.", rich_help_panel=TREE)
     ] = None,
@@ -75,6 +83,9 @@ def bench(
         int,
         typer.Option(help="Positions per text for the exact expected tau; 0: none.", min=0, rich_help_panel=OUTPUT),
     ] = 4,
+    no_texts: Annotated[
+        bool, typer.Option("--no-texts", help="Only the expected tau; nothing is timed.", rich_help_panel=OUTPUT)
+    ] = False,
     threads: Threads = None,
 ) -> None:
     """Measure methods on sets of questions: acceptance length, sampled and expected, and time.
@@ -95,9 +106,12 @@ def bench(
         tree_size=integers("--tree-sizes", tree_sizes),
         draft_support=(1,),
         topology=tuple(topology_text(read_topology(path)) for path in topology or ()),
+        weights=tuple(map(str, weights or ())),
     )
     wanted_supports = support_sizes(supports)
     warmth = numbers("--temperatures", temperatures)
+    if no_texts and not contexts:
+        raise ValueError("--no-texts leaves nothing to measure without --contexts")
     methods_of(names, grid)  # refuses before the models are loaded
     sets = read_sets(questions)
     sets = [replace(one, questions=one.questions[:limit]) for one in sets]
@@ -113,7 +127,8 @@ def bench(
         grid = replace(grid, draft_support=resolved(wanted_supports, decoder))
         found = tuple(methods_of(names, grid))
         plan = Plan(tuple(sets), found, warmth, tuple(range(seeds)), max_new_tokens, contexts)
-        settings, provenance = run_settings(decoder, models, plan.max_new_tokens, plan.contexts), Provenance.here()
+        texts = "none" if no_texts else "timed"
+        settings, provenance = run_settings(decoder, models, max_new_tokens, contexts, texts), Provenance.here()
         measuring = Bench(decoder, plan, settings, provenance)
         with RowStore(output, settings, {one.name: one.digest for one in sets}) as store:
             for commit in sorted(store.commits - {provenance.commit}):
@@ -143,7 +158,9 @@ def load(models: ModelOptions, names: list[str], grid: Grid) -> RheoDecoder:
     return models.load(RheoConfig())
 
 
-def run_settings(decoder: RheoDecoder, models: ModelOptions, max_new_tokens: int, contexts: int) -> RunSettings:
+def run_settings(
+    decoder: RheoDecoder, models: ModelOptions, max_new_tokens: int, contexts: int, texts: str = "timed"
+) -> RunSettings:
     """What all rows of this run share."""
     import torch
 
@@ -159,6 +176,7 @@ def run_settings(decoder: RheoDecoder, models: ModelOptions, max_new_tokens: int
         machine=machine(decoder.target.device),
         max_new_tokens=max_new_tokens,
         contexts=contexts,
+        texts=texts,
     )
 
 
