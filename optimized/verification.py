@@ -71,10 +71,11 @@ def verify_trees(
     if rule not in get_args(Verification):
         raise ValueError(f"rule must be one of {get_args(Verification)}, got {rule!r}")
     for name in ("accept_uniforms", "residual_uniforms", "lead_uniforms"):
-        shape, least = getattr(noise, name).shape, [trees.batch_size, trees.rows]
-        if name == "accept_uniforms" and (len(shape) == 3 or trees.probes > 1):
-            least.append(trees.probes)
-        if len(shape) != len(least) or shape[0] != least[0] or any(h < n for h, n in zip(shape, least, strict=True)):
+        shape = getattr(noise, name).shape
+        by_probe = name == "accept_uniforms" and (len(shape) == 3 or trees.probes > 1)
+        fits = len(shape) == 2 + by_probe and shape[0] == trees.batch_size and shape[1] >= trees.rows
+        if not fits or (by_probe and shape[2] < trees.probes):
+            least = [trees.batch_size, trees.rows, *([trees.probes] if by_probe else [])]
             raise ValueError(f"{name} must be at least {least}, got {list(shape)}")
     law_at = _rows_of(trees, target_probs) if isinstance(target_probs, Tensor) else target_probs
     return walk_trees(trees, lambda row: _step(trees, row, law_at(row), noise, rule))
@@ -140,7 +141,7 @@ def _step(trees: TreeBatch, row: Tensor, law: Tensor, noise: WalkNoise, rule: Ve
     probe_law = trees.probe_laws.gather(1, gather_law).squeeze(1) * has_probe.unsqueeze(1)
 
     goes_to_lead = torch.zeros_like(has_probe)
-    lead_token = lead = nothing = torch.zeros_like(row)
+    lead_token = lead = torch.zeros_like(row)
     if rule == "rrsw":
         is_lead = is_child & has_probe.unsqueeze(1) & (places < probe)
         lead_token = inverse_cdf(law, noise.lead_uniforms.gather(1, here))
@@ -148,12 +149,17 @@ def _step(trees: TreeBatch, row: Tensor, law: Tensor, noise: WalkNoise, rule: Ve
         goes_to_lead = lead > 0
         law = torch.where(is_lead.any(dim=1, keepdim=True), _without(law, trees.token_ids, is_lead), law)
 
-    waiting, tested, accepted = is_probe, has_probe.unsqueeze(1), nothing.unsqueeze(1)
+    waiting, tested = is_probe, has_probe.unsqueeze(1)
     for draw in range(trees.probes):
         token = trees.token_ids.gather(1, probe).clamp(min=0)
         q_probe = torch.where(probe_ids == token, probe_law, 0.0).sum(dim=1, keepdim=True)
         accepts = tested & (_accept_uniforms(noise, here, draw) * q_probe < law.gather(1, token))
-        accepted = torch.where(accepts, probe, accepted)
+        if draw == 0:
+            accepted, accepted_token, through = probe, token, accepts
+        else:
+            accepted = torch.where(accepts, probe, accepted)
+            accepted_token = torch.where(accepts, token, accepted_token)
+            through = through | accepts
 
         rest = law.scatter_add(1, probe_ids, -probe_law).clamp_(min=0)  # padding repeats an id, with q~ = 0
         total = rest.sum(dim=1, keepdim=True)
@@ -170,11 +176,11 @@ def _step(trees: TreeBatch, row: Tensor, law: Tensor, noise: WalkNoise, rule: Ve
         left = probe_law.sum(dim=1, keepdim=True)
         probe_law = torch.where(left > 0, probe_law / left, probe_law)
 
-    probe_accepted = (accepted.squeeze(1) > 0) & ~goes_to_lead
+    probe_accepted = through.squeeze(1) & ~goes_to_lead
     token = inverse_cdf(law, noise.residual_uniforms.gather(1, here))
     child = child_with(trees, is_child & ~is_probe, token)
     child = torch.where(probe_accepted, accepted.squeeze(1), child)
-    token = torch.where(probe_accepted, trees.token_ids.gather(1, accepted).squeeze(1), token)
+    token = torch.where(probe_accepted, accepted_token.squeeze(1), token)
     return Step(
         token=torch.where(goes_to_lead, lead_token, token),
         child=torch.where(goes_to_lead, lead, child),

@@ -192,23 +192,25 @@ def test_target_law_by_hand():
 
 
 @pytest.mark.lossless
+@pytest.mark.parametrize("probes", [1, 2])
 @pytest.mark.parametrize("rule", ["rheo", "rrsw"])
-def test_uniform_of_zero_accepts_and_draws_nothing_impossible(rule):
+def test_uniform_of_zero_accepts_and_draws_nothing_impossible(rule, probes):
     """Uniforms of exactly 0 come up once in 2**24; with ``<=`` for ``<`` they would emit tokens of probability 0."""
-    config = RheoConfig(lead_tokens=1, branching=3, depth=1, tree_size=3)
+    config = RheoConfig(lead_tokens=1, branching=3, depth=1, tree_size=3, probes=probes)
     draft = DraftLaw(np.array([0.5, 0.25, 0.125, 0.125]), np.array([0.5, 0.25, 0.125, 0.125]))
     zeros = np.zeros(4)
-    for u in (0.0, 0.6):  # the probe is token 1, or token 2
-        tree = grow_tree(config, lambda path: draft, GrowthNoise(np.full((1, 3), u)))
-        probe = tree.token_ids[2]
+    for u in (0.0, 0.6):  # the first probe is token 1, or token 2; the second the other one
+        tree = grow_tree(config, lambda path: draft, GrowthNoise(np.full((1, 3, probes), u)))
+        assert len(tree.probe_children(0)) == probes
         laws = np.zeros((4, 4))
         laws[:, 3] = 1.0
-        assert laws[0, probe] == 0
-        result = verify(tree, laws, VerifyNoise(zeros, zeros, zeros), rule)
+        assert all(laws[0, token] == 0 for token in tree.token_ids[1:])
+        result = verify(tree, laws, VerifyNoise(np.zeros((4, probes)), zeros, zeros), rule)
         assert result.token_ids == (3,)
         batch = TreeBatch.from_trees([tree])
         none = torch.zeros(1, 4, dtype=torch.float64)
-        noise = StepNoise(torch.zeros(1, 1, 3, dtype=torch.float64), none, none, none)
+        accept = torch.zeros(1, 4, probes, dtype=torch.float64)
+        noise = StepNoise(torch.zeros(1, 1, 3, probes, dtype=torch.float64), accept, none, none)
         walk = verify_trees(batch, torch.from_numpy(laws)[None], noise, rule)
         assert walk.token_ids[0].tolist() == [3, -1]
         assert not walk.probes_accepted.any()

@@ -103,6 +103,25 @@ def test_generate_streams_the_decoders_text(loaded: dict[str, Any]) -> None:
     assert (loaded["target"], loaded["draft"]) == ("embedded", "embedded")
 
 
+def test_static_trees_come_from_a_topology_file(loaded: dict[str, Any], tmp_path: Path) -> None:
+    """At temperature 0 the text is plain greedy decoding's, also where the draft has too few tokens for a child."""
+    file = tmp_path / "tree.json"
+    file.write_text("[[0], [1], [0, 0], [0, 1], [1, 0], [1, 0, 0]]")
+    static = ["--proposal", "static", "--topology", str(file)]
+    plain = rheo("generate", "once", "-t", "0", "--no-draft", "-n", "12")
+    for support in ("128", "2", "1"):
+        result = rheo("generate", "once", "-t", "0", "-n", "12", "--support", support, *static)
+        assert result.stdout == plain.stdout
+        assert loaded["config"] == RheoConfig.static(json.loads(file.read_text()), draft_support=int(support))
+        assert rheo("generate", "once", "--seed", "3", "-n", "12", "--support", support, *static).exit_code == 0
+    assert rheo("tree", "once", "--seed", "4", *static).exit_code == 0
+    assert rheo("demo", "--temperature", "0", "-n", "4", "--limit", "1", *static).exit_code == 0
+    assert "go together" in told(rheo("generate", "once", "--proposal", "static"), 2)
+    assert "go together" in told(rheo("generate", "once", "--topology", str(file)), 2)
+    file.write_text("[[0], [2]]")
+    assert "without its sibling" in told(rheo("generate", "once", *static), 2)
+
+
 @pytest.mark.parametrize("stdin", [None, "once"])
 def test_generate_reads_argument_option_and_input_alike(
     loaded: dict[str, Any], stdin: str | None, tmp_path: Path
