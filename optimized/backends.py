@@ -66,7 +66,14 @@ def missing(name: str, device: torch.device) -> list[str]:
 
 def unsupported(name: str, config: RheoConfig) -> str | None:
     """Why a backend has no kernels for a configuration; None when it has."""
-    return None
+    beyond = {
+        "static trees": config.proposal == "static",
+        f"{config.probes} probes per node": config.probes > 1,
+        "calibrated weights": config.weights is not None,
+        "a score threshold": config.score_threshold > 0,
+    }
+    lacking = [what for what, asked in beyond.items() if asked]
+    return f"has no kernels for {lacking[0]}" if lacking and name != "torch" else None
 
 
 def choose_backend(name: BackendName, device: torch.device, config: RheoConfig) -> Backend:

@@ -247,7 +247,12 @@ class RheoDecoder:
         )
         sampling.generated += torch.tensor([request.generated for request in live], device=device)
         randomness = StepRandomness(
-            [request.seed for request in live], config.depth, config.beam_width, config.tree_size + 1, device
+            [request.seed for request in live],
+            config.depth,
+            config.beam_width,
+            config.tree_size + 1,
+            device,
+            config.probes,
         )
         drafting = Drafting(self.drafter, config, self.backend.growth, clock)
         noises: list[StepNoise] = []

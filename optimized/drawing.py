@@ -17,7 +17,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from reference.api import VerifyResult
-from reference.tree import DraftTree
+from reference.tree import DraftTree, law_without
 
 TextOf = Callable[[int], str]  # token id -> its text, a decoder's ``tokenizer.decode``
 
@@ -81,7 +81,7 @@ class Node:
 def node_roles(tree: DraftTree) -> tuple[Role, ...]:
     """The role of every row.
 
-    The tree alone tells: a probe's place comes before its fills' in the total order, so where a parent's probe is not
+    The tree alone tells: a probe's place comes before its fills' in the total order, so where a parent's probes are not
     in the tree its children can only be leads, or the top-K slots of a parent that offers no probe at all.
     """
     probe_slots = {tree.parents[row]: tree.slots[row] for row in range(1, len(tree)) if tree.is_probe[row]}
@@ -115,8 +115,11 @@ def tree_nodes(
             above = float(tree.scores[tree.parents[row]])
             weight = float(tree.scores[row]) / above if above > 0 else math.nan
         if role is Role.PROBE:
-            ids, law = tree.probe_laws[tree.parents[row]]
-            sampling = float(law[ids.index(token)])
+            probe_law = tree.probe_laws[tree.parents[row]]
+            for earlier in tree.probe_children(tree.parents[row]):
+                if earlier < row:
+                    probe_law = law_without(probe_law, tree.token_ids[earlier])
+            sampling = float(probe_law[1][probe_law[0].index(token)])
         nodes.append(
             Node(
                 role=role,

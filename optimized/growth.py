@@ -2,7 +2,7 @@
 
 Offered nodes are laid out in the order (level, parent's rank, slot), so a *stable* descending sort of the path scores
 is the total order of the specification. Shapes depend on the configuration alone and nothing is read back from the
-device.
+device. What a static tree expands is known beforehand; all its scores are 1, so the same order goes level by level.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from optimized.ranges import arange, levels_of
+from optimized.ranges import arange, constant, levels_of
 from optimized.slots import LevelSlots, level_slots
 from optimized.trees import LevelNodes, TreeBatch
 from reference.api import RheoConfig
+from reference.topology import StaticShape
 
 Expand = Callable[[LevelNodes], Tensor]
 
@@ -53,7 +54,7 @@ def grow_trees(
         expand: called for depth 1 .. ``config.depth - 1`` with the nodes to expand; returns their logits
             [batch, beam, draft vocab].
         temperatures: [batch] one per request.
-        probe_uniforms: [batch, depth, beam] in [0, 1).
+        probe_uniforms: [batch, depth, beam] in [0, 1), or [batch, depth, beam, probes].
         vocab_map: [draft vocab] long, increasing, the target id of each draft id; None when they are the same.
         steps: a backend's own version of the three steps; None for those of this module.
 
@@ -62,34 +63,43 @@ def grow_trees(
     """
     _check_shapes(config, root_logits, temperatures, probe_uniforms, vocab_map)
     steps = steps or TORCH_STEPS
+    shape = config.shape
     uniforms = probe_uniforms.double()
 
-    root_score = torch.zeros_like(uniforms[:, 0, :1])
-    slots = steps.level_slots(config, root_logits.unsqueeze(1), root_score, temperatures, uniforms[:, 0, :1], vocab_map)
-    levels, beams = [slots], []
+    def slots_of(logits: Tensor, parent_scores: Tensor, level: int) -> LevelSlots:
+        level_uniforms = uniforms[:, level, : logits.shape[1]]
+        children = {"children": shape.children[level]} if shape else {}
+        return steps.level_slots(config, logits, parent_scores, temperatures, level_uniforms, vocab_map, **children)
+
+    root_score = torch.zeros(len(root_logits), 1, dtype=torch.float64, device=root_logits.device)
+    levels, beams = [slots_of(root_logits.unsqueeze(1), root_score, 0)], []
     for depth in range(1, config.depth):
         beam = steps.select_beam(config, levels[-1], depth)
         logits = expand(beam.nodes)
         if logits.shape != (*beam.offers.shape, root_logits.shape[-1]):
             expected = [*beam.offers.shape, root_logits.shape[-1]]
             raise ValueError(f"expand returned logits of shape {list(logits.shape)} at depth {depth}, not {expected}")
-        level_uniforms = uniforms[:, depth, : logits.shape[1]]
-        levels.append(steps.level_slots(config, logits, beam.log_scores, temperatures, level_uniforms, vocab_map))
+        levels.append(slots_of(logits, beam.log_scores, depth))
         beams.append(beam)
     return steps.prune(config, levels, beams)
 
 
 def select_beam(config: RheoConfig, slots: LevelSlots, depth: int) -> Beam:
-    """The best ``config.beam_width`` nodes that a level offers (all of them if fewer).
+    """The best ``config.beam_width`` nodes that a level offers (all of them if fewer); of a static tree the inner ones.
 
     Args:
         config: the trees' shape.
         slots: what the level offers.
         depth: the level, 1 for the root's children.
     """
-    ranking = slots.log_scores.flatten(1).sort(dim=1, descending=True, stable=True)
-    width = min(config.beam_width, ranking.indices.shape[1])
-    offers, log_scores = ranking.indices[:, :width], ranking.values[:, :width]
+    offered, device = slots.log_scores.flatten(1), slots.log_scores.device
+    if config.shape is None:
+        ranking = offered.sort(dim=1, descending=True, stable=True)
+        width = min(config.beam_width, ranking.indices.shape[1])
+        offers, log_scores = ranking.indices[:, :width], ranking.values[:, :width]
+    else:
+        offers = constant(_static_offers(config.shape, config.branching, depth), device).expand(len(offered), -1)
+        log_scores = offered.gather(1, offers)
     valid = log_scores > -torch.inf
     nodes = LevelNodes(
         token_ids=torch.where(valid, slots.token_ids.flatten(1).gather(1, offers), 0),
@@ -98,6 +108,12 @@ def select_beam(config: RheoConfig, slots: LevelSlots, depth: int) -> Beam:
         depth=depth,
     )
     return Beam(nodes, offers, log_scores)
+
+
+def _static_offers(shape: StaticShape, branching: int, level: int) -> tuple[int, ...]:
+    """Which of the nodes that a level offers are the topology's inner nodes there, by their place among them."""
+    ranks = {inner: rank for rank, inner in enumerate(shape.inner[level - 1])}
+    return tuple(ranks[inner[:-1]] * branching + inner[-1] for inner in shape.inner[level])
 
 
 def prune(config: RheoConfig, levels: Sequence[LevelSlots], beams: Sequence[Beam]) -> TreeBatch:
@@ -160,7 +176,16 @@ def prune(config: RheoConfig, levels: Sequence[LevelSlots], beams: Sequence[Beam
         law_index=law_index[:, :rows],
         draft_failed=any_failed(levels, beams),
         depth=config.depth,
+        probes=min(config.probes, max(config.branching - config.fewest_leads, 1)),
+        law_rows=None if config.weights is None else row_of.gather(1, offer_of_expanded),
+        masses=None if config.weights is None else torch.cat([_given(slots.masses) for slots in levels], dim=1),
     )
+
+
+def _given(masses: Tensor | None) -> Tensor:
+    if masses is None:
+        raise ValueError("a backend's slots came without the masses that calibrated weights are learned from")
+    return masses
 
 
 def any_failed(levels: Sequence[LevelSlots], beams: Sequence[Beam]) -> Tensor:
@@ -174,7 +199,7 @@ def any_failed(levels: Sequence[LevelSlots], beams: Sequence[Beam]) -> Tensor:
 class GrowthSteps:
     """The three steps of growth, which a backend may bring its own versions of."""
 
-    level_slots: Callable[[RheoConfig, Tensor, Tensor, Tensor, Tensor, Tensor | None], LevelSlots]
+    level_slots: Callable[..., LevelSlots]  # as ``optimized.slots.level_slots``; ``children`` only for static trees
     select_beam: Callable[[RheoConfig, LevelSlots, int], Beam]
     prune: Callable[[RheoConfig, Sequence[LevelSlots], Sequence[Beam]], TreeBatch]
 
@@ -190,9 +215,14 @@ def _check_shapes(
     batch, vocab = root_logits.shape
     if temperatures.shape != (batch,):
         raise ValueError(f"temperatures must have shape [{batch}], got {list(temperatures.shape)}")
-    depth, beam = config.depth, config.beam_width
-    shape = probe_uniforms.shape
-    if len(shape) != 3 or shape[0] != batch or shape[1] < depth or shape[2] < beam:
-        raise ValueError(f"probe_uniforms must be at least [{batch}, {depth}, {beam}], got {list(shape)}")
+    shape, least = probe_uniforms.shape, [batch, config.depth, config.beam_width]
+    if len(shape) == 4 or config.probes > 1:
+        least.append(config.probes)
+    if (
+        len(shape) != len(least)
+        or shape[0] != batch
+        or any(have < need for have, need in zip(shape, least, strict=True))
+    ):
+        raise ValueError(f"probe_uniforms must be at least {least}, got {list(shape)}")
     if vocab_map is not None and vocab_map.shape != (vocab,):
         raise ValueError(f"vocab_map must have shape [{vocab}], got {list(vocab_map.shape)}")

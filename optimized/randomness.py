@@ -35,8 +35,9 @@ class StepNoise:
     """Uniforms of one step of a batch; the fields are those of ``GrowthNoise`` and ``VerifyNoise`` with a batch axis.
 
     Attributes:
-        probe_uniforms: [batch, depth, beam] float64.
-        accept_uniforms, residual_uniforms, lead_uniforms: [batch, rows] float64.
+        probe_uniforms: [batch, depth, beam] float64; [batch, depth, beam, probes] for several probes per node.
+        accept_uniforms: [batch, rows] float64; [batch, rows, probes] for several probes per node.
+        residual_uniforms, lead_uniforms: [batch, rows] float64.
     """
 
     probe_uniforms: Tensor
@@ -58,18 +59,31 @@ class StepRandomness:
         beam: nodes expanded per level.
         rows: tree rows, root included.
         device: where the numbers are used.
+        probes: probes per node.
     """
 
     def __init__(
-        self, seeds: Sequence[int], depth: int, beam: int, rows: int, device: torch.device | str = "cpu"
+        self,
+        seeds: Sequence[int],
+        depth: int,
+        beam: int,
+        rows: int,
+        device: torch.device | str = "cpu",
+        probes: int = 1,
     ) -> None:
-        self.depth, self.beam, self.rows = depth, beam, rows
+        self.depth, self.beam, self.rows, self.probes = depth, beam, rows, probes
         self._keys = torch.tensor([check_seed(seed) for seed in seeds], dtype=torch.long, device=device).view(-1, 2)
-        sizes = {Purpose.PROBE: depth * beam, Purpose.ACCEPT: rows, Purpose.RESIDUAL: rows, Purpose.LEAD: rows}
-        self._sizes = list(sizes.values())
-        self._nodes = torch.cat([torch.arange(size, device=device) for size in sizes.values()])
+        nodes = {Purpose.PROBE: depth * beam, Purpose.ACCEPT: rows, Purpose.RESIDUAL: rows, Purpose.LEAD: rows}
+        draws = {Purpose.PROBE: probes, Purpose.ACCEPT: probes, Purpose.RESIDUAL: 1, Purpose.LEAD: 1}
+        self._sizes = [count * draws[purpose] for purpose, count in nodes.items()]
+        self._nodes = torch.cat(
+            [torch.arange(count, device=device).repeat_interleave(draws[purpose]) for purpose, count in nodes.items()]
+        )
+        self._draws = torch.cat(
+            [torch.arange(draws[purpose], device=device).repeat(count) for purpose, count in nodes.items()]
+        )
         self._purposes = torch.cat(
-            [torch.full((size,), int(purpose), device=device) for purpose, size in sizes.items()]
+            [torch.full((size,), int(purpose), device=device) for purpose, size in zip(nodes, self._sizes, strict=True)]
         )
 
     def select(self, keep: Tensor) -> None:
@@ -92,11 +106,15 @@ class StepRandomness:
             count: how many steps.
         """
         each = steps.view(-1, 1, 1) + torch.arange(count, device=steps.device).unsqueeze(1)
-        counter = (self._nodes, each, self._purposes, torch.zeros_like(self._nodes))
+        counter = (self._nodes, each, self._purposes, self._draws)
         word0, word1, _, _ = philox4x32(counter, (self._keys[:, 0].view(-1, 1, 1), self._keys[:, 1].view(-1, 1, 1)))
         coarse = (word0 >> 8).double() * 2.0**-24
         fine = ((word0 << 21) | (word1 >> 11)).double() * 2.0**-53
         probe, accept, _, _ = coarse.split(self._sizes, dim=2)
         _, _, residual, lead = fine.split(self._sizes, dim=2)
-        shape = (-1, self.depth, self.beam)
-        return [StepNoise(probe[:, i].reshape(shape), accept[:, i], residual[:, i], lead[:, i]) for i in range(count)]
+        several = (self.probes,) if self.probes > 1 else ()
+        each_probe, each_row = (-1, self.depth, self.beam, *several), (-1, self.rows, *several)
+        return [
+            StepNoise(probe[:, i].reshape(each_probe), accept[:, i].reshape(each_row), residual[:, i], lead[:, i])
+            for i in range(count)
+        ]

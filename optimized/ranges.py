@@ -18,3 +18,9 @@ def arange(count: int, device: torch.device) -> Tensor:
 def levels_of(widths: tuple[int, ...], branching: int, device: torch.device) -> Tensor:
     """[all offered nodes] long, the level of each, from how many nodes were expanded to offer each level."""
     return torch.cat([torch.full((w * branching,), level, device=device) for level, w in enumerate(widths, start=1)])
+
+
+@lru_cache(maxsize=256)
+def constant(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """[count] long, these numbers. Shared: never write into it."""
+    return torch.tensor(values, dtype=torch.long, device=device)

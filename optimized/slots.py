@@ -1,14 +1,16 @@
-"""Slots of a whole level at once: draft logits to leads, probe and fills, for every node of every request's beam."""
+"""Slots of a whole level at once: draft logits to leads, probes and fills, for every node of every request's beam."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from optimized.ranges import arange
+from optimized.ranges import arange, constant
+from optimized.weighing import FILL, LEAD, PROBE, LevelCurves
 from reference.api import GREEDY_TEMPERATURE, RheoConfig
 
 
@@ -21,8 +23,9 @@ class LevelSlots:
         log_scores: [batch, beam, branching] float64, logarithm of the path score; -inf where there is no such slot.
         is_probe: [batch, beam, branching] bool.
         law_ids: [batch, beam, support] long target ids in rank order.
-        law: [batch, beam, support] float64, q~; all 0 where there is no probe.
+        law: [batch, beam, support] float64, q~ of the first probe; all 0 where there is no probe.
         failed: [batch, beam] bool, logits that are NaN, +inf or all -inf.
+        masses: [batch, beam, support] float64, with calibrated weights what their curves are read at; else None.
     """
 
     token_ids: Tensor
@@ -31,13 +34,14 @@ class LevelSlots:
     law_ids: Tensor
     law: Tensor
     failed: Tensor
+    masses: Tensor | None = None
 
 
 def rank_logits(logits: Tensor, support: int) -> tuple[Tensor, Tensor]:
     """The largest logits of each row, best first, ties by lower id; ``torch.topk`` alone promises no order among ties.
 
     Args:
-        logits: [..., vocab] float16, bfloat16 or float32; NaN ranks first.
+        logits: [..., nodes, vocab] float16, bfloat16 or float32; NaN ranks first.
         support: how many to keep.
 
     Returns:
@@ -95,6 +99,7 @@ def level_slots(
     temperatures: Tensor,
     uniforms: Tensor,
     vocab_map: Tensor | None = None,
+    children: tuple[int, ...] | None = None,
 ) -> LevelSlots:
     """Slots of every node of a level (docs/algorithm.md, "Slots of one node").
 
@@ -103,10 +108,11 @@ def level_slots(
         logits: [batch, beam, draft vocab] the draft's logits at the expanded nodes; float64 is rounded to float32.
         parent_scores: [batch, beam] float64, logarithm of the expanded nodes' path scores; -inf for padding.
         temperatures: [batch] the requests' temperatures; below ``GREEDY_TEMPERATURE`` there is no probe.
-        uniforms: [batch, beam] in [0, 1), one per node.
+        uniforms: [batch, beam] in [0, 1), one per node, or [batch, beam, probes], one per probe.
         vocab_map: [draft vocab] long, increasing, the target id of each draft id; None when they are the same.
+        children: of a static tree, how many slots each node of the level has; None for the other trees.
     """
-    m, branching = config.lead_tokens, config.branching
+    branching = config.branching
     kept, ids = rank_logits(logits, config.draft_support)
     failed = ~torch.isfinite(kept[..., 0])  # NaN ranks first; where it or +inf does, q is NaN and nothing is ranked
     if vocab_map is not None:
@@ -118,39 +124,128 @@ def level_slots(
     ranked = q > 0
     num_ranked = ranked.sum(dim=-1, keepdim=True)
     num_slots = num_ranked.clamp(max=branching)
+    if children is not None:
+        num_slots = torch.minimum(num_slots, constant(children, logits.device).unsqueeze(1))
 
     schedule = arange(branching, logits.device)
-    index = schedule.expand(*failed.shape, branching)
-    if config.proposal == "rheo" and m < branching and m < support:
-        greedy = (temperatures < GREEDY_TEMPERATURE).view(-1, 1, 1)
-        has_probe = ~greedy & (num_ranked > m)
+    greedy = (temperatures < GREEDY_TEMPERATURE).view(-1, 1, 1)
+    tempered = kept / torch.where(greedy, 1.0, temperatures.double().view(-1, 1, 1))
+    m: int | Tensor = config.fewest_leads
+    masses = lead_weights = fill_weights = q
+    curves = None
+    if config.weights is not None:
+        curves = LevelCurves(config.weights, temperatures)
+        masses = torch.where(ranked, torch.softmax(tempered, dim=-1), 0.0)
+        lead_weights, fill_weights = curves.chance(LEAD, masses), curves.chance(FILL, masses)
+        if config.lead_tokens == "auto":
+            m = curves.lead_count(masses, num_slots)
+    room = min(branching, support) - config.fewest_leads
+    draws = min(config.probes, room) if children is None else min(max(children), support)
+    if config.proposal != "topk" and draws > 0:
+        has_probe = ~greedy & (num_ranked > m) & (num_slots > m)
         tail = ranked & (place >= m)
-        tempered = kept / torch.where(greedy, 1.0, temperatures.double().view(-1, 1, 1))
         law = torch.softmax(tempered.masked_fill(~tail | ~has_probe, -torch.inf), dim=-1).nan_to_num(0.0)
+        if children is not None:
+            num_slots = torch.where(has_probe, torch.minimum(num_slots, (law > 0).sum(dim=-1, keepdim=True)), num_slots)
 
-        cumulative = law.cumsum(dim=-1)
-        beyond = cumulative > uniforms.unsqueeze(-1) * cumulative[..., -1:]
-        last = torch.where(law > 0, place, 0).amax(dim=-1, keepdim=True)
-        probe = torch.where(beyond, place, last).amin(dim=-1, keepdim=True)
+        ceiling = torch.ones_like(q[..., :1])
+        if curves is None or config.verification == "rrsw":  # rrsw verifies in the total order: leads before the probe
+            last_lead = torch.as_tensor(m, device=logits.device).clamp(1, support).sub(1).expand_as(num_slots)
+            ceiling = lead_weights.gather(-1, last_lead)
+            if curves is not None:
+                ceiling = ceiling.masked_fill(torch.as_tensor(m, device=logits.device) == 0, 1.0)
+        drawn = _draw_probes(law, masses * tail, ceiling, has_probe, num_slots - m, uniforms, draws, curves)
+        # Behind the probes stand the ranked tokens in order, passing over those that were drawn.
+        behind = schedule - (drawn.exists.long() if draws == 1 else drawn.exists.sum(dim=-1, keepdim=True))
+        passed = torch.where(drawn.exists, drawn.places, support + branching)
+        for taken in passed.sort(dim=-1).values.split(1, dim=-1) if draws > 1 else (passed,):
+            behind = behind + (taken <= behind)
 
-        ceiling = q[..., max(m, 1) - 1 : max(m, 1)]
-        proxy = torch.maximum(q[..., m : m + 1], torch.minimum(ceiling, (q * tail).sum(dim=-1, keepdim=True)))
-        # Behind the probe the k-th slot holds the (k-1)-th ranked token, or the k-th once the probe's own is passed.
-        fills = torch.where(schedule - 1 < probe, schedule - 1, schedule)
-        with_probe = torch.where(schedule < m, schedule, torch.where(schedule == m, probe, fills))
-        index = torch.where(has_probe, with_probe, schedule)
-        is_probe = has_probe & (schedule == m)
-        weights = torch.where(is_probe, proxy, q.gather(-1, index.clamp(max=support - 1)))
+        which = (schedule - m).clamp(0, draws - 1).expand(*failed.shape, branching)
+
+        def in_slots(values: Tensor) -> Tensor:  # a single probe's value broadcasts
+            return values if draws == 1 else values.gather(-1, which)
+
+        is_probe = in_slots(drawn.exists) & (schedule >= m) & (schedule < m + draws)
+        is_lead = (schedule < m) | ~has_probe
+        index = torch.where(is_probe, in_slots(drawn.places), torch.where(is_lead, schedule, behind))
+        ranks = index.clamp(max=support - 1)
+        weights = lead_weights.gather(-1, ranks)
+        if curves is not None:
+            lowest = torch.where(drawn.exists, drawn.proxies, torch.inf).amin(dim=-1, keepdim=True)
+            weights = torch.where(is_lead, weights, torch.minimum(fill_weights.gather(-1, ranks), lowest))
+        weights = torch.where(is_probe, in_slots(drawn.proxies), weights)
     else:
+        index = schedule.expand(*failed.shape, branching)
         law = torch.zeros_like(q)
         is_probe = torch.zeros(*failed.shape, branching, dtype=torch.bool, device=logits.device)
-        weights = q.gather(-1, index.clamp(max=support - 1))
-    log_weights = torch.where(schedule < num_slots, weights.log(), -torch.inf)
+        weights = lead_weights.gather(-1, index.clamp(max=support - 1))
+    log_weights = torch.zeros_like(weights) if config.proposal == "static" else weights.log()
+    log_scores = parent_scores.unsqueeze(2) + torch.where(schedule < num_slots, log_weights, -torch.inf)
+    if config.score_threshold > 0:
+        log_scores = log_scores.masked_fill(log_scores < math.log(config.score_threshold), -torch.inf)
     return LevelSlots(
         token_ids=ids.gather(-1, index.clamp(max=support - 1)),
-        log_scores=parent_scores.unsqueeze(2) + log_weights,
+        log_scores=log_scores,
         is_probe=is_probe,
         law_ids=ids,
         law=law,
         failed=failed,
+        masses=None if curves is None else masses,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Draws:
+    """The probes of every node, [batch, beam, draws] each: whether there is a j-th, its place and its proxy."""
+
+    exists: Tensor
+    places: Tensor
+    proxies: Tensor
+
+
+def _draw_probes(
+    law: Tensor,
+    tail: Tensor,
+    ceiling: Tensor,
+    exists: Tensor,
+    room: Tensor,
+    uniforms: Tensor,
+    draws: int,
+    curves: LevelCurves | None,
+) -> _Draws:
+    """Draw without replacement: each probe from what the earlier ones left of q~.
+
+    Args:
+        law: [batch, beam, support] q~.
+        tail: [batch, beam, support] what a probe's weight adds up, 0 on the leads: q, or masses for the curves.
+        ceiling: [batch, beam, 1] what the first probe's weight may not exceed.
+        exists: [batch, beam, 1] bool, whether there is a first probe.
+        room: [batch, beam, 1] how many slots are left for probes.
+        uniforms: [batch, beam] or [batch, beam, draws or more].
+        draws: how many probes, at most.
+        curves: turn the tail's mass into the probe's chance; None for the paper's weight.
+    """
+    place = arange(law.shape[-1], law.device)
+    each = uniforms.unsqueeze(-1) if uniforms.ndim == 2 else uniforms
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    for draw in range(draws):
+        cumulative = law.cumsum(dim=-1)
+        total = cumulative[..., -1:]
+        beyond = cumulative > each[..., draw : draw + 1] * total
+        last = torch.where(law > 0, place, 0).amax(dim=-1, keepdim=True)
+        probe = torch.where(beyond, place, last).amin(dim=-1, keepdim=True)
+        if draw > 0:
+            exists = exists & (total > 0) & (room > draw)
+        mass = tail.sum(dim=-1, keepdim=True)
+        if curves is None:  # the mass of its tail, between the best token there and the slot before
+            ceiling = torch.maximum(tail.amax(dim=-1, keepdim=True), torch.minimum(ceiling, mass))
+        else:
+            ceiling = torch.minimum(ceiling, curves.chance(PROBE, mass.clamp(max=1.0)))
+        found.append((exists, probe, ceiling))
+        if draw + 1 < draws:
+            taken = place == probe
+            law, tail = law.masked_fill(taken, 0.0), tail.masked_fill(taken, 0.0)
+    if draws == 1:
+        return _Draws(*found[0])
+    return _Draws(*(torch.cat(parts, dim=-1) for parts in zip(*found, strict=True)))

@@ -183,6 +183,7 @@ class TargetLaws:
         bad: [batch] bool. True once a row that was asked for held NaN or +inf, or had no token left after processing.
             Such a row's law is one-hot at token 0 so that the batch goes on; the request's text is then worthless.
             Nothing waits for the device until somebody reads it.
+        kept: when a list is put here, it receives every law that is asked for.
     """
 
     def __init__(self, logits: Tensor, batch: SamplingBatch, trees: TreePaths | None = None) -> None:
@@ -202,6 +203,7 @@ class TargetLaws:
         self.logits = logits
         self.batch = batch
         self.trees = trees
+        self.kept: list[Tensor] | None = None
         self.bad = torch.zeros(len(batch.params), dtype=torch.bool, device=logits.device)
         self._requests = torch.arange(len(batch.params), device=logits.device)
         self._ancestors = trees.ancestors() if trees is not None and batch.penalty is not None else None
@@ -221,13 +223,18 @@ class TargetLaws:
         self.bad |= bad[:, 0]
         best = scores.argmax(-1, keepdim=True) if batch.greedy is not None else None
         if batch.all_greedy:
-            return torch.zeros_like(scores).scatter_(-1, _given(best), 1.0)[:, 0]
+            return self._keep(torch.zeros_like(scores).scatter_(-1, _given(best), 1.0)[:, 0])
         # softmax works row by row: the law's bits do not depend on who else is in the batch (exp and sum would).
         law = self._filtered(scores, top).softmax(-1)
         if batch.greedy is not None:
             greedy = _given(batch.greedy.rows)
             law[greedy] = torch.zeros_like(law[greedy]).scatter_(-1, _given(best)[greedy], 1.0)
-        return law[:, 0]
+        return self._keep(law[:, 0])
+
+    def _keep(self, law: Tensor) -> Tensor:
+        if self.kept is not None:
+            self.kept.append(law)
+        return law
 
     def masked_logits(self) -> Tensor:
         """The logits of all rows, not yet divided by T, with -inf for every token that the parameters exclude.

@@ -42,9 +42,17 @@ class TreeBatch:
         num_nodes: [batch] long, rows in use, root included.
         probe_law_ids: [batch, laws, support] long, target ids in rank order, of every node that was expanded.
         probe_laws: [batch, laws, support] float64, q~ over them; 0 on leads and padding.
-        law_index: [batch, rows] long, which of ``probe_laws`` drew the row's probe; -1 where no probe is in the tree.
+        law_index: [batch, rows] long, which of ``probe_laws`` drew the row's first probe; -1 where no probe is in the
+            tree.
         draft_failed: [batch] bool, whether the draft's logits were NaN, +inf or all -inf at an expanded node.
         depth: the number of levels that were drafted, a bound on ``depths``.
+        probes: a bound on how many probes a node has.
+        law_rows: [batch, laws] long, the row of each expanded node; 0 for the root, which comes first, and for what
+            was pruned. None without calibrated weights.
+        masses: [batch, laws, support] float64, what the calibrated curves are read at; None likewise.
+        ancestor_bits: [batch, rows, words] long, what ``ancestors`` says: column j is bit j % 64 of word j // 64; None
+            where it has not been computed yet.
+        probe_row: [batch, rows] long, what ``probe_rows`` returns; None likewise.
     """
 
     token_ids: Tensor
@@ -59,6 +67,11 @@ class TreeBatch:
     law_index: Tensor
     draft_failed: Tensor
     depth: int
+    probes: int = 1
+    law_rows: Tensor | None = None
+    masses: Tensor | None = None
+    ancestor_bits: Tensor | None = None
+    probe_row: Tensor | None = None
 
     @property
     def batch_size(self) -> int:
@@ -72,13 +85,18 @@ class TreeBatch:
 
     def probe_rows(self) -> Tensor:
         """[batch, rows] long: the row of each row's probe; 0 where it has none in the tree."""
+        if self.probe_row is not None:
+            return self.probe_row
         places = torch.arange(self.rows, device=self.parents.device).expand_as(self.parents)
         parents = torch.where(self.is_probe, self.parents, self.rows)  # one more column takes whatever is no probe
         found = torch.zeros(self.batch_size, self.rows + 1, dtype=torch.long, device=self.parents.device)
-        return found.scatter_(1, parents, places)[:, :-1]
+        return found.scatter_(1, parents, places)[:, :-1].contiguous()
 
     def ancestors(self) -> Tensor:
         """[batch, rows, rows] bool: whether column j is row i or its ancestor; padding sees itself and the root."""
+        if self.ancestor_bits is not None:
+            places = torch.arange(64, device=self.parents.device)
+            return ((self.ancestor_bits.unsqueeze(3) >> places) & 1).bool().flatten(2)[:, :, : self.rows]
         reach = torch.eye(self.rows, dtype=torch.bool, device=self.parents.device).repeat(self.batch_size, 1, 1)
         step = self.parents.clamp(min=0)
         climbing = step
@@ -155,4 +173,5 @@ class TreeBatch:
             law_index=law_index.to(device),
             draft_failed=torch.zeros(len(trees), dtype=torch.bool, device=device),
             depth=max(max(tree.depths) for tree in trees),
+            probes=max(1, *(tree.most_probes for tree in trees)),
         )

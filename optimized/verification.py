@@ -21,7 +21,10 @@ TargetLaw = Callable[[Tensor], Tensor]  # rows [batch] long -> the law at each r
 
 
 class WalkNoise(Protocol):
-    """What the walk needs of the noise: uniforms [batch, rows], by the row where the walk stands."""
+    """What the walk needs of the noise: uniforms [batch, rows], by the row where the walk stands.
+
+    ``accept_uniforms`` may be [batch, rows, probes], a number for each of a node's probes in drawing order.
+    """
 
     @property
     def accept_uniforms(self) -> Tensor: ...
@@ -39,8 +42,8 @@ class VerifyBatch:
         token_ids: [batch, depth + 1] long, accepted tokens and then the bonus token; -1 behind it.
         rows: [batch, depth + 1] long, the tree rows walked through, the root first; -1 behind the last.
         counts: [batch] long, emitted tokens; also the number of ``rows`` in use.
-        probes_offered: [batch, depth + 1] bool, whether the probe stood in the tree at the i-th row of the walk.
-        probes_accepted: [batch, depth + 1] bool, whether the walk went on through that probe.
+        probes_offered: [batch, depth + 1] bool, whether a probe stood in the tree at the i-th row of the walk.
+        probes_accepted: [batch, depth + 1] bool, whether the walk went on through one.
     """
 
     token_ids: Tensor
@@ -59,7 +62,7 @@ def verify_trees(
         trees: the draft trees.
         target_probs: [batch, rows, vocab] the target's laws, rows summing to one; or a function that gives the law at
             one row of every request, [batch] long -> [batch, vocab] float64, called once per level of the walk.
-        noise: uniforms [batch, rows] each.
+        noise: uniforms [batch, rows] each; for trees of several probes, ``accept_uniforms`` [batch, rows, probes].
         rule: "rheo" or "rrsw".
 
     Raises:
@@ -69,8 +72,11 @@ def verify_trees(
         raise ValueError(f"rule must be one of {get_args(Verification)}, got {rule!r}")
     for name in ("accept_uniforms", "residual_uniforms", "lead_uniforms"):
         shape = getattr(noise, name).shape
-        if len(shape) != 2 or shape[0] != trees.batch_size or shape[1] < trees.rows:
-            raise ValueError(f"{name} must be at least [{trees.batch_size}, {trees.rows}], got {list(shape)}")
+        by_probe = name == "accept_uniforms" and (len(shape) == 3 or trees.probes > 1)
+        fits = len(shape) == 2 + by_probe and shape[0] == trees.batch_size and shape[1] >= trees.rows
+        if not fits or (by_probe and shape[2] < trees.probes):
+            least = [trees.batch_size, trees.rows, *([trees.probes] if by_probe else [])]
+            raise ValueError(f"{name} must be at least {least}, got {list(shape)}")
     law_at = _rows_of(trees, target_probs) if isinstance(target_probs, Tensor) else target_probs
     return walk_trees(trees, lambda row: _step(trees, row, law_at(row), noise, rule))
 
@@ -113,7 +119,7 @@ def walk_trees(trees: TreeBatch, step_at: Callable[[Tensor], Step]) -> VerifyBat
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One node of every walk, [batch] each: the emitted token, the child it leads to (0: none), the probe's fate."""
+    """One node of every walk, [batch] each: the emitted token, the child it leads to (0: none), the probes' fate."""
 
     token: Tensor
     child: Tensor
@@ -127,8 +133,7 @@ def _step(trees: TreeBatch, row: Tensor, law: Tensor, noise: WalkNoise, rule: Ve
     is_child = trees.parents == here
     is_probe = is_child & trees.is_probe
     has_probe = is_probe.any(dim=1)
-    probe = torch.where(is_probe, places, 0).amax(dim=1)
-    probe_token = trees.token_ids.gather(1, probe.unsqueeze(1)).clamp(min=0)
+    probe = _first(is_probe)
 
     law_index = trees.law_index.gather(1, here).clamp(min=0)
     gather_law = law_index.unsqueeze(2).expand(-1, -1, trees.probe_laws.shape[2])
@@ -138,30 +143,61 @@ def _step(trees: TreeBatch, row: Tensor, law: Tensor, noise: WalkNoise, rule: Ve
     goes_to_lead = torch.zeros_like(has_probe)
     lead_token = lead = torch.zeros_like(row)
     if rule == "rrsw":
-        is_lead = is_child & has_probe.unsqueeze(1) & (places < probe.unsqueeze(1))
+        is_lead = is_child & has_probe.unsqueeze(1) & (places < probe)
         lead_token = inverse_cdf(law, noise.lead_uniforms.gather(1, here))
         lead = child_with(trees, is_lead, lead_token)
         goes_to_lead = lead > 0
         law = torch.where(is_lead.any(dim=1, keepdim=True), _without(law, trees.token_ids, is_lead), law)
 
-    accept_uniform = noise.accept_uniforms.gather(1, here).squeeze(1)
-    q_probe = torch.where(probe_ids == probe_token, probe_law, 0.0).sum(dim=1)
-    p_probe = law.gather(1, probe_token).squeeze(1)
-    accepts = has_probe & ~goes_to_lead & (accept_uniform * q_probe < p_probe)
+    waiting, tested = is_probe, has_probe.unsqueeze(1)
+    for draw in range(trees.probes):
+        token = trees.token_ids.gather(1, probe).clamp(min=0)
+        q_probe = torch.where(probe_ids == token, probe_law, 0.0).sum(dim=1, keepdim=True)
+        accepts = tested & (_accept_uniforms(noise, here, draw) * q_probe < law.gather(1, token))
+        if draw == 0:
+            accepted, accepted_token, through = probe, token, accepts
+        else:
+            accepted = torch.where(accepts, probe, accepted)
+            accepted_token = torch.where(accepts, token, accepted_token)
+            through = through | accepts
 
-    rest = law.scatter_add(1, probe_ids, -probe_law).clamp_(min=0)  # padding repeats an id, with q~ = 0
-    rest = torch.where(rest.sum(dim=1, keepdim=True) > 0, rest, law)
-    token = inverse_cdf(rest, noise.residual_uniforms.gather(1, here))
+        rest = law.scatter_add(1, probe_ids, -probe_law).clamp_(min=0)  # padding repeats an id, with q~ = 0
+        total = rest.sum(dim=1, keepdim=True)
+        if draw + 1 == trees.probes:
+            law = torch.where(total > 0, rest, law)
+            break
+        law = torch.where(tested & (total > 0), rest / total, law)
+        waiting = waiting & (places != probe) & ~accepts
+        tested = waiting.any(dim=1, keepdim=True)
+        if row.device.type == "cpu" and not tested.any():
+            break
+        probe = _first(waiting)
+        probe_law = probe_law.masked_fill((probe_ids == token) | ~tested, 0.0)
+        left = probe_law.sum(dim=1, keepdim=True)
+        probe_law = torch.where(left > 0, probe_law / left, probe_law)
+
+    probe_accepted = through.squeeze(1) & ~goes_to_lead
+    token = inverse_cdf(law, noise.residual_uniforms.gather(1, here))
     child = child_with(trees, is_child & ~is_probe, token)
-
-    child = torch.where(accepts, probe, child)
-    token = torch.where(accepts, probe_token.squeeze(1), token)
+    child = torch.where(probe_accepted, accepted.squeeze(1), child)
+    token = torch.where(probe_accepted, accepted_token.squeeze(1), token)
     return Step(
         token=torch.where(goes_to_lead, lead_token, token),
         child=torch.where(goes_to_lead, lead, child),
         probe_offered=has_probe,
-        probe_accepted=accepts,
+        probe_accepted=probe_accepted,
     )
+
+
+def _first(marked: Tensor) -> Tensor:
+    """[batch, 1] the first marked row of each tree; 0 where none is marked, since the root never is."""
+    return marked.int().argmax(dim=1, keepdim=True)
+
+
+def _accept_uniforms(noise: WalkNoise, here: Tensor, draw: int) -> Tensor:
+    """[batch, 1] the uniforms that accept the probe ``draw`` of the rows where the walks stand."""
+    uniforms = noise.accept_uniforms
+    return (uniforms if uniforms.ndim == 2 else uniforms[:, :, draw]).gather(1, here)
 
 
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:

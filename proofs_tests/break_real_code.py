@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("reference", "optimized", "kernels", "proofs_tests", "pyproject.toml")
 SUITES = {
-    "exact": ["proofs_tests/test_exact_law.py"],
+    "exact": ["proofs_tests/test_exact_law.py", "proofs_tests/test_several_probes.py"],
     "same noise": ["proofs_tests/test_differential.py"],
     "uniform of 0": ["proofs_tests/test_chi_square.py", "-k", "uniform_of_zero"],
     "frequencies": ["proofs_tests/test_mutants.py", "-k", "noise_as_it_is"],
@@ -55,14 +55,14 @@ EDITS = [
         "return (-node.score, node.level, node.parent_rank, node.slot)",
         "return (-node.score, node.path[-1], node.level, node.parent_rank, node.slot)"),)),
     Edit("a fill before the probe", "reference/slots.py", ((
-        "return [*leads, Slot(probe_token, self.proxy, True), *fills][: self.num_slots]",
-        "return [*leads, *fills[:1], Slot(probe_token, self.proxy, True), *fills[1:]][: self.num_slots]"),)),
+        "return [*leads, *probes, *fills][: self.num_slots]",
+        "return [*leads, *fills[:1], *probes, *fills[1:]][: self.num_slots]"),)),
     Edit("q for q~", "reference/growth.py", ((
         "probe_laws[path] = plan.probe_law",
         'probe_laws[path] = (plan.tokens, __import__("numpy").array(plan.weights))'),)),
     Edit("residual sampled from p", "reference/verification.py", ((
-        "law = residual(law, probe_law)",
-        "law = law"),)),
+        "law, probe_law = residual(law, probe_law), law_without(probe_law, token)",
+        "probe_law = law_without(probe_law, token)"),)),
     Edit("accept with <=", "reference/verification.py", ((
         "accept_uniform * draft_prob < target_prob",
         "accept_uniform * draft_prob <= target_prob"),)),
@@ -71,11 +71,11 @@ EDITS = [
         "ranking = (offered - 1e-13 * torch.cat([slots.token_ids.flatten(1) for slots in levels], dim=1))"
         ".sort(dim=1, descending=True, stable=True)"),)),
     Edit("a fill before the probe", "optimized/slots.py", ((
-        "index = torch.where(has_probe, with_probe, schedule)",
-        "index = torch.where(has_probe, with_probe[..., [m + 1 if k == m and m + 1 < branching else m if k == m + 1 "
-        "else k for k in range(branching)]], schedule)"), (
-        "is_probe = has_probe & (schedule == m)",
-        "is_probe = has_probe & (schedule == m + int(m + 1 < branching))"))),
+        "torch.where(schedule < m, schedule, behind)",
+        "torch.where(schedule < m, schedule, behind[..., [m + 1 if k == m and m + 1 < branching else k "
+        "for k in range(branching)]])"), (
+        "is_probe = drawn.exists & (schedule == m)",
+        "is_probe = drawn.exists & (schedule == m + int(m + 1 < branching))"))),
     Edit("q for q~", "optimized/slots.py", ((
         "        law=law,\n",
         "        law=torch.where(law.sum(-1, keepdim=True) > 0, q, law),\n"),)),
@@ -83,8 +83,24 @@ EDITS = [
         "rest = law.scatter_add(1, probe_ids, -probe_law).clamp_(min=0)",
         "rest = law"),)),
     Edit("accept with <=", "optimized/verification.py", ((
-        "(accept_uniform * q_probe < p_probe)",
-        "(accept_uniform * q_probe <= p_probe)"),)),
+        "* q_probe < law.gather(1, token))",
+        "* q_probe <= law.gather(1, token))"),)),
+    Edit("second probe's q~ not renormalised", "reference/tree.py", ((
+        "return token_ids, left / total if total > 0 else left",
+        "return token_ids, left"),)),
+    Edit("second probe's q~ not renormalised", "optimized/verification.py", ((
+        "probe_law = torch.where(left > 0, probe_law / left, probe_law)",
+        "probe_law = probe_law"),)),
+    Edit("second probe tested against p", "optimized/verification.py", ((
+        "law = torch.where(tested & (total > 0), rest / total, law)",
+        "law = law"),)),
+    Edit("probes drawn with replacement", "optimized/slots.py", ((
+        "law, q_tail = law.masked_fill(taken, 0.0), q_tail.masked_fill(taken, 0.0)",
+        "q_tail = q_tail.masked_fill(taken, 0.0)"),)),
+    Edit("a missing child lets the next rank move up", "optimized/growth.py", ((
+        "valid = best_scores > -torch.inf\n",
+        "best = best.gather(1, (best_scores == -torch.inf).int().argsort(dim=1, stable=True))\n"
+        "        best_scores = scores[-1].flatten(1).gather(1, best)\n        valid = best_scores > -torch.inf\n"),)),
 ]  # fmt: skip
 
 

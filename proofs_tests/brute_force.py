@@ -22,7 +22,7 @@ from reference.verification import verify
 
 Draft = Callable[[tuple[int, ...]], DraftLaw]
 TreeKey = tuple[tuple[int, int, int, bool], ...]
-Choices = dict[tuple[int, int], int]  # (level it offers, rank in its beam) -> probe token
+Choices = dict[tuple[int, int], tuple[int, ...]]  # (level it offers, rank in its beam) -> probe tokens
 
 
 @dataclass(frozen=True)
@@ -58,20 +58,24 @@ def outcomes(config: RheoConfig, draft: Draft) -> Iterator[Outcome]:
         choices: Choices = {}
         probability = Fraction(1)
 
-        def choose(plan: SlotPlan, level: int, rank: int) -> int | None:
+        def choose(plan: SlotPlan, level: int, rank: int) -> tuple[int, ...]:
             nonlocal probability
             if plan.probe_law is None:
-                return None
+                return ()
             mass = {token: q for token, q in zip(*plan.probe_law, strict=True) if q > 0}
-            if len(drawn) == len(script):  # noqa: B023 - called within this iteration only
-                first, *others = mass
-                pending.extend([*drawn, other] for other in others)  # noqa: B023
-                script.append(first)  # noqa: B023
-            token = script[len(drawn)]  # noqa: B023
-            drawn.append(token)  # noqa: B023
-            choices[level, rank] = token  # noqa: B023
-            probability *= mass[token]
-            return token
+            tokens: list[int] = []
+            for _ in range(plan.num_probes):
+                if len(drawn) == len(script):  # noqa: B023 - called within this iteration only
+                    first, *others = mass
+                    pending.extend([*drawn, other] for other in others)  # noqa: B023
+                    script.append(first)  # noqa: B023
+                token = script[len(drawn)]  # noqa: B023
+                drawn.append(token)  # noqa: B023
+                tokens.append(token)
+                probability *= mass[token] / sum(mass.values())
+                del mass[token]
+            choices[level, rank] = tuple(tokens)  # noqa: B023
+            return tuple(tokens)
 
         tree = grow_with_probes(config, draft, choose)
         yield Outcome(tree, probability, choices)
@@ -89,7 +93,7 @@ def merged(config: RheoConfig, draft: Draft) -> dict[TreeKey, MergedClass]:
 
 def grow_replayed(config: RheoConfig, draft: Draft, choices: Choices) -> DraftTree:
     """The tree that these probes give; ``choices`` may come from the same growth under another budget."""
-    return grow_with_probes(config, draft, lambda plan, level, rank: choices.get((level, rank)))
+    return grow_with_probes(config, draft, lambda plan, level, rank: choices.get((level, rank), ()))
 
 
 def integrated_walk_law(
@@ -102,12 +106,13 @@ def integrated_walk_law(
     """
     law: dict[VerifyResult, Fraction] = {}
     cells = [[cells_between(edges) for edges in thresholds(tree, row, p, rule)] for row, p in enumerate(target_probs)]
+    probes = max(len(edges) - 2 for edges in cells)
 
     def integrate(fixed: dict[int, tuple[float, ...]], weight: Fraction) -> None:
-        filled = np.zeros((3, len(tree)))
+        filled = np.zeros((len(tree), 2 + probes))
         for row, points in fixed.items():
-            filled[:, row] = points
-        result = verify(tree, target_probs, VerifyNoise(*filled), rule)
+            filled[row, : len(points)] = points
+        result = verify(tree, target_probs, VerifyNoise(filled[:, 2:], filled[:, 0], filled[:, 1]), rule)
         unfixed = next((row for row in (0, *result.accepted_nodes) if row not in fixed), None)
         if unfixed is None:
             law[result] = law.get(result, Fraction(0)) + weight
@@ -132,26 +137,31 @@ def cumulative(weights: Sequence[Fraction]) -> list[Fraction]:
     return [sum(weights[:stop], Fraction(0)) / total for stop in range(1, len(weights))] if total else []
 
 
-def thresholds(
-    tree: DraftTree, row: int, p: Sequence[Fraction], rule: Verification
-) -> tuple[set[Fraction], set[Fraction], set[Fraction]]:
-    """Every threshold of the accept, residual and lead uniforms of a row; none for a uniform that decides nothing.
+def thresholds(tree: DraftTree, row: int, p: Sequence[Fraction], rule: Verification) -> list[set[Fraction]]:
+    """Every threshold of a row's uniforms: residual, lead, and one accept uniform per probe; none where none decides.
 
-    Written out from the definitions (cumulative sums of p, of p without the leads in the tree, and of the residual;
-    p / q~), not taken from the walk's code.
+    Written out from the definitions (cumulative sums of p, of p without the leads in the tree, and of the residuals;
+    p / q~, where q~ lost the earlier probes), not taken from the walk's code.
     """
     residual = set(cumulative(p))
-    if row not in tree.probe_laws:
-        return set(), residual, set()
-    q = dict(zip(*tree.probe_laws[row], strict=True))
     siblings = [child for child in range(len(tree)) if tree.parents[child] == row]
-    probe = next(child for child in siblings if tree.is_probe[child])
-    leads = [tree.token_ids[child] for child in siblings if tree.slots[child] < tree.slots[probe]]
+    probes = [child for child in siblings if tree.is_probe[child]]
+    if not probes:
+        return [residual, set(), set()]
+    q = dict(zip(*tree.probe_laws[row], strict=True))
+    leads = [tree.token_ids[child] for child in siblings if tree.slots[child] < tree.slots[probes[0]]]
     lead: set[Fraction] = set()
     if rule == "rrsw" and leads:
         lead = set(cumulative(p))
         rest = [Fraction(0) if token in leads else value for token, value in enumerate(p)]
         p = [value / sum(rest) for value in rest] if any(rest) else p
-    residual.update(cumulative([max(value - q.get(token, 0), Fraction(0)) for token, value in enumerate(p)]))
-    accept = min(p[tree.token_ids[probe]] / q[tree.token_ids[probe]], Fraction(1))
-    return {accept}, residual, lead
+    accept = []
+    for probe in probes:
+        token = tree.token_ids[probe]
+        left = sum(q.values())
+        accept.append({min(p[token] * left / q[token], Fraction(1))})
+        rest = [max(value - q.get(other, 0) / left, Fraction(0)) for other, value in enumerate(p)]
+        p = [value / sum(rest) for value in rest] if any(rest) else p
+        residual.update(cumulative(p))
+        del q[token]
+    return [residual, lead, *accept]

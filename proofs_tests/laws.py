@@ -92,7 +92,7 @@ def cases(draw: st.DrawFn, max_vocab: int = 4) -> Case:
 
 @st.composite
 def rheo_configs(draw: st.DrawFn, max_branching: int = 3, max_depth: int = 3, max_size: int = 8) -> RheoConfig:
-    """m = 0 .. K + 1, beam 1 .. K + 2, every proposal and rule."""
+    """m = 0 .. K + 1, beam 1 .. K + 2, one probe or up to three, every rule, every proposal but "static"."""
     branching = draw(st.integers(1, max_branching), label="branching")
     return RheoConfig(
         lead_tokens=draw(st.integers(0, branching + 1), label="lead_tokens"),
@@ -102,7 +102,21 @@ def rheo_configs(draw: st.DrawFn, max_branching: int = 3, max_depth: int = 3, ma
         beam=draw(st.none() | st.integers(1, branching + 2), label="beam"),
         proposal=draw(st.sampled_from(["rheo", "rheo", "rheo", "topk"]), label="proposal"),
         verification=draw(st.sampled_from(["rheo", "rrsw"]), label="verification"),
+        probes=draw(st.sampled_from([1, 1, 2, 3]), label="probes"),
     )
+
+
+@st.composite
+def static_configs(draw: st.DrawFn, max_nodes: int = 6, max_depth: int = 3, max_branching: int = 3) -> RheoConfig:
+    """Static trees of every topology up to this size, built child by child."""
+    paths: list[Path] = [(0,)]
+    for _ in range(draw(st.integers(0, max_nodes - 1), label="further nodes")):
+        children = {node: sum(path[:-1] == node for path in paths) for node in [(), *paths]}
+        free = [node for node, count in children.items() if len(node) < max_depth and count < max_branching]
+        if free:
+            parent = draw(st.sampled_from(free), label="parent")
+            paths.append((*parent, children[parent]))
+    return RheoConfig.static(paths, verification=draw(st.sampled_from(["rheo", "rrsw"]), label="verification"))
 
 
 def random_law(rng: random.Random, vocab_size: int, *, denominator: int | None = None, top: int = 6) -> Law:

@@ -34,10 +34,13 @@ from proofs_tests.wrong_pieces import (
     discounted_fills,
     draw_at_temperature_one,
     draw_two_probes,
+    draw_with_replacement,
+    drop_the_repeat,
     drop_unlikely_probes,
     fills_first,
     fills_that_may_repeat_the_probe,
     half_if_shallow,
+    law_not_renormalised,
     leads_in_slot_order,
     leads_leave_a_gap,
     leads_share_what_the_probe_leaves,
@@ -46,19 +49,23 @@ from proofs_tests.wrong_pieces import (
     probe_in_the_last_slot,
     probes_own_uniform,
     proxy_for_probability,
+    repeat_its_token,
     residual_not_normalised,
     residual_of_the_construction_law,
     reweighed,
     row_of_the_parent,
     sampling_law_with_leads,
     score_threshold,
+    sorted_probes,
     stop_after_an_odd_probe,
     stop_before_an_odd_probe,
     target_itself,
+    target_law_itself,
     ties_by_token,
     top_k_as_if_sampled,
     two_probes,
     uncapped,
+    weight_without_the_own_token,
     with_ancestors,
     worse_ranked_mate,
 )
@@ -139,7 +146,7 @@ class Mutant:
         variant: the algorithm with the bug.
         known: the total variation of another case, found before these tests were written, if any.
         tailored: a case beside ``CASES`` and ``CONFIGS``.
-        proposal: of the configurations it is tried on.
+        proposal, probes: of the configurations it is tried on.
         cases: what takes the place of ``CASES``.
     """
 
@@ -149,11 +156,17 @@ class Mutant:
     known: str = ""
     tailored: tuple[Case, RheoConfig] | None = None
     proposal: Proposal = "rheo"
+    probes: int = 1
     cases: Sequence[Case] = CASES
 
     def trials(self) -> Iterator[tuple[Case, RheoConfig]]:
         """What it is tried on."""
-        yield from ((case, replace(config, proposal=self.proposal)) for case in self.cases for config in CONFIGS)
+        roomy = [
+            config for config in CONFIGS if config.branching - config.lead_tokens >= self.probes or self.probes == 1
+        ]
+        configs = [replace(config, proposal=self.proposal, probes=self.probes) for config in roomy]
+        cases = [case for case in self.cases if self.probes == 1 or case.vocab_size == 3]  # four have too many outcomes
+        yield from ((case, config) for case in cases for config in configs)
         if self.tailored:
             yield self.tailored
 
@@ -184,6 +197,14 @@ MUTANTS = [
            Variant(slots=reweighed(leads_share_what_the_probe_leaves)), "0.25"),
     Mutant("fills ranked before the probe", "A2", Variant(slots=probe_in_the_last_slot), "0.19"),
     Mutant("second probe ranked above the first", "A2", replace(TWO, slots=two_probes(second_first=True)), "0.56"),
+    Mutant("several probes verified in rank order, not as drawn", "A3", Variant(slots=sorted_probes), probes=2),
+    Mutant("second probe's weight without its own token", "A2",
+           Variant(slots=reweighed(weight_without_the_own_token)), probes=2),
+    Mutant("second probe verified with q~ not renormalised", "A4", Variant(law_left=law_not_renormalised), probes=2),
+    Mutant("second probe tested against p, not the residual", "lemma 4",
+           Variant(tested_against=target_law_itself), probes=2),
+    Mutant("probes drawn with replacement, verified as without", "A4",
+           Variant(draws=draw_with_replacement, slots=repeat_its_token), probes=2),
     Mutant("weight that depends on a worse-ranked beam mate", "A2", Variant(slots=reweighed(worse_ranked_mate)),
            "0.14", THREE_LEVELS),
     Mutant("weights above 1", "A1", Variant(slots=reweighed(above_one), keep=with_ancestors), "0.18", TURNING),
@@ -216,12 +237,16 @@ TWINS = [
     Mutant("the algorithm, rheo", "Theorem 1", RHEO, tailored=THREE_LEVELS),
     Mutant("the algorithm, rrsw", "Theorem 1", RRSW, tailored=THREE_LEVELS),
     Mutant("the algorithm without probes", "Theorem 1", RHEO, proposal="topk"),
+    Mutant("the algorithm with two probes, rheo", "Theorem 1", RHEO, probes=2),
+    Mutant("the algorithm with three probes, rrsw", "Theorem 1", RRSW, probes=3),
     Mutant("the algorithm, u on the grid of 2^-24", "p / q~ is 0 or at least 1, so the grid is fine enough",
            Variant(accept=below_on_the_grid), cases=CERTAIN),
     Mutant("uncapped proxy, above the leads, rheo", "known before the probe's token", UNCAPPED),
     Mutant("uncapped proxy, above the leads, rrsw in order of entry", "verified in the total order",
            replace(UNCAPPED, before_probe=entered_before_the_probe)),
     Mutant("two probes in drawing order", "the second is drawn and verified after the first", TWO),
+    Mutant("probes drawn with replacement, repeats dropped", "whether there is a second is known before its token",
+           Variant(draws=draw_with_replacement, slots=drop_the_repeat), probes=2),
     Mutant("stopping after an odd probe", "a stopping time", Variant(keep=stop_after_an_odd_probe)),
     Mutant("threshold tree", "a stopping time", Variant(keep=score_threshold)),
     Mutant("fills discounted by half", "known before the fills", Variant(slots=reweighed(discounted_fills))),

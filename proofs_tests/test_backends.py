@@ -58,3 +58,13 @@ import optimized, optimized.cli, optimized.decoder, optimized.backends
 assert not {"triton", "cupy"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_benchmark_measures_parts_that_run() -> None:
+    """What ``kernels/bench.py`` times on a GPU, run once here on the Torch path."""
+    from optimized.kernels import bench
+
+    problem = bench.Problem(2, 300, CPU)
+    done = {part: run() for part, run, _ in problem.parts(TORCH)}
+    assert list(done) == ["level", "prune", "verify", "step"]
+    assert torch.equal(done["verify"].token_ids, done["step"].token_ids)  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from optimized.evidence.batched import MarkovCase
+from optimized.evidence.batched import STATIC, MarkovCase, StaticTree
 from optimized.evidence.markov import BLOCK, block_counts, block_law, sample_blocks, target_law
 from optimized.growth import grow_trees
 from optimized.randomness import StepNoise
@@ -70,6 +70,15 @@ CASES = [
               {"draft_support": 5}, 48_000),
     SizedCase("opposite in 17", "opposite", (3, 4, 6, 1), (COOL, COLD_MIN_P), 17, 1, 2.5, draws=24_000),
     SizedCase("64 tokens", "noisy", (1, 4, 8, 1), (COLD, COOL_TOP_K), 64, 1, 2.5, draws=24_000),
+    SizedCase("two probes of four slots", "opposite", (1, 4, 6, 1), (PLAIN, COOL, GREEDY), config={"probes": 2},
+              draws=54_000),
+    SizedCase("three probes of three slots", "ties", (0, 3, 6, 1), (PLAIN, HOT_TOP_P), config={"probes": 3},
+              draws=36_000),
+    SizedCase("static tree", "opposite", STATIC, (PLAIN, COOL, TOP_P, GREEDY), draws=72_000),
+    SizedCase("static fan, small draft vocabulary", "small vocabulary",
+              StaticTree(((0,), (1,), (2,), (1, 0), (1, 0, 0))), (PLAIN, COLD), draws=36_000),
+    SizedCase("chain, plain speculative sampling", "unrelated",
+              StaticTree(((0,), (0, 0), (0, 0, 0))), (PLAIN, HOT), draws=36_000),
 ]  # fmt: skip
 DRAWS_PER_RULE = 1_000_000
 # What each single test, and the tests of everything at once, must be able to see, in total variation between cells.
@@ -97,7 +106,7 @@ def check_rule(family: Family, rule: str, scale: int, seed: int) -> list[tuple[s
     """Every case under one rule; ``scale`` multiplies the draws. Each group, then all of them together."""
     groups: list[tuple[int, np.ndarray, np.ndarray]] = []
     report = []
-    for index, case in enumerate(CASES):
+    for index, case in enumerate(cases_of(rule)):
         sampled = sampled_counts(case, rule, case.draws * scale, seed + index * SEEDS_PER_CASE)
         for params, (counts, law) in zip(case.params, sampled, strict=True):
             label = f"{rule}, {case.name}, {asked(params)}"
@@ -118,14 +127,21 @@ def asked(params: SamplingParams) -> str:
     return ", ".join(f"{k} {v}" for k, v in changed.items() if v != getattr(PLAIN, k)) or "temperature 1"
 
 
-def number_of_tests() -> int:
-    return sum(len(case.params) for case in CASES) + BLOCK
+def cases_of(rule: str) -> list[SizedCase]:
+    """Several probes and static trees are of no interest where there are no probes."""
+    return [case for case in CASES if rule != "topk" or case.rheo_config("rheo").probes == 1]
+
+
+def number_of_tests(*rules: str) -> int:
+    return sum(sum(len(case.params) for case in cases_of(rule)) + BLOCK for rule in rules)
 
 
 def test_cases_cover_what_they_should():
-    assert sum(case.draws for case in CASES) >= DRAWS_PER_RULE
-    shapes = [case.shape for case in CASES]
-    assert {(m, k) for m, k, _, _ in shapes} >= {(0, 2), (1, 2), (2, 2), (0, 3), (1, 3), (2, 3), (0, 4), (2, 4), (3, 4)}
+    assert all(sum(case.draws for case in cases_of(rule)) >= DRAWS_PER_RULE for rule in RULES)
+    shapes = [case.rheo_config("rheo") for case in CASES]
+    assert {shape.probes for shape in shapes} == {1, 2, 3}
+    found = {(shape.lead_tokens, shape.branching) for shape in shapes}
+    assert found >= {(0, 2), (1, 2), (2, 2), (0, 3), (1, 3), (2, 3), (0, 4), (2, 4), (3, 4)}
     assert {case.vocab_size for case in CASES} == {8, 17, 64}
     asked_for = [params for case in CASES for params in case.params]
     assert {params.temperature for params in asked_for} == {0.0, 0.3, 0.7, 1.0, 1.5}
@@ -139,7 +155,7 @@ def test_cases_cover_what_they_should():
 @pytest.mark.parametrize("rule", RULES)
 def test_batched_path_emits_the_target_law(rule, record_property):
     """A million blocks of three tokens per rule."""
-    with Family(f"chi square {rule}", number_of_tests()) as family:
+    with Family(f"chi square {rule}", number_of_tests(rule)) as family:
         report = check_rule(family, rule, 1, seed=1 + RULES.index(rule) * 2**60)
     record_property("comparisons", [(label, comparison) for label, comparison in report])
 
@@ -147,7 +163,7 @@ def test_batched_path_emits_the_target_law(rule, record_property):
 @pytest.mark.lossless
 @pytest.mark.deep
 def test_batched_path_emits_the_target_law_ten_times_as_long():
-    with Family("chi square deep", number_of_tests() * len(RULES)) as family:
+    with Family("chi square deep", number_of_tests(*RULES)) as family:
         for index, rule in enumerate(RULES):
             check_rule(family, rule, 10, seed=3 * 2**62 + index * 2**58)
 
@@ -176,23 +192,25 @@ def test_target_law_by_hand():
 
 
 @pytest.mark.lossless
+@pytest.mark.parametrize("probes", [1, 2])
 @pytest.mark.parametrize("rule", ["rheo", "rrsw"])
-def test_uniform_of_zero_accepts_and_draws_nothing_impossible(rule):
+def test_uniform_of_zero_accepts_and_draws_nothing_impossible(rule, probes):
     """Uniforms of exactly 0 come up once in 2**24; with ``<=`` for ``<`` they would emit tokens of probability 0."""
-    config = RheoConfig(lead_tokens=1, branching=3, depth=1, tree_size=3)
+    config = RheoConfig(lead_tokens=1, branching=3, depth=1, tree_size=3, probes=probes)
     draft = DraftLaw(np.array([0.5, 0.25, 0.125, 0.125]), np.array([0.5, 0.25, 0.125, 0.125]))
     zeros = np.zeros(4)
-    for u in (0.0, 0.6):  # the probe is token 1, or token 2
-        tree = grow_tree(config, lambda path: draft, GrowthNoise(np.full((1, 3), u)))
-        probe = tree.token_ids[2]
+    for u in (0.0, 0.6):  # the first probe is token 1, or token 2; the second the other one
+        tree = grow_tree(config, lambda path: draft, GrowthNoise(np.full((1, 3, probes), u)))
+        assert len(tree.probe_children(0)) == probes
         laws = np.zeros((4, 4))
         laws[:, 3] = 1.0
-        assert laws[0, probe] == 0
-        result = verify(tree, laws, VerifyNoise(zeros, zeros, zeros), rule)
+        assert all(laws[0, token] == 0 for token in tree.token_ids[1:])
+        result = verify(tree, laws, VerifyNoise(np.zeros((4, probes)), zeros, zeros), rule)
         assert result.token_ids == (3,)
         batch = TreeBatch.from_trees([tree])
         none = torch.zeros(1, 4, dtype=torch.float64)
-        noise = StepNoise(torch.zeros(1, 1, 3, dtype=torch.float64), none, none, none)
+        accept = torch.zeros(1, 4, probes, dtype=torch.float64)
+        noise = StepNoise(torch.zeros(1, 1, 3, probes, dtype=torch.float64), accept, none, none)
         walk = verify_trees(batch, torch.from_numpy(laws)[None], noise, rule)
         assert walk.token_ids[0].tolist() == [3, -1]
         assert not walk.probes_accepted.any()

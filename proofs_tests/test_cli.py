@@ -103,6 +103,25 @@ def test_generate_streams_the_decoders_text(loaded: dict[str, Any]) -> None:
     assert (loaded["target"], loaded["draft"]) == ("embedded", "embedded")
 
 
+def test_static_trees_come_from_a_topology_file(loaded: dict[str, Any], tmp_path: Path) -> None:
+    """At temperature 0 the text is plain greedy decoding's, also where the draft has too few tokens for a child."""
+    file = tmp_path / "tree.json"
+    file.write_text("[[0], [1], [0, 0], [0, 1], [1, 0], [1, 0, 0]]")
+    static = ["--proposal", "static", "--topology", str(file)]
+    plain = rheo("generate", "once", "-t", "0", "--no-draft", "-n", "12")
+    for support in ("128", "2", "1"):
+        result = rheo("generate", "once", "-t", "0", "-n", "12", "--support", support, *static)
+        assert result.stdout == plain.stdout
+        assert loaded["config"] == RheoConfig.static(json.loads(file.read_text()), draft_support=int(support))
+        assert rheo("generate", "once", "--seed", "3", "-n", "12", "--support", support, *static).exit_code == 0
+    assert rheo("tree", "once", "--seed", "4", *static).exit_code == 0
+    assert rheo("demo", "--temperature", "0", "-n", "4", "--limit", "1", *static).exit_code == 0
+    assert "go together" in told(rheo("generate", "once", "--proposal", "static"), 2)
+    assert "go together" in told(rheo("generate", "once", "--topology", str(file)), 2)
+    file.write_text("[[0], [2]]")
+    assert "without its sibling" in told(rheo("generate", "once", *static), 2)
+
+
 @pytest.mark.parametrize("stdin", [None, "once"])
 def test_generate_reads_argument_option_and_input_alike(
     loaded: dict[str, Any], stdin: str | None, tmp_path: Path
@@ -347,7 +366,9 @@ def test_demo_compares_three_methods_per_temperature(loaded: dict[str, Any], tmp
         assert [row["method"] for row in section["summary"]] == methods
         assert section["summary"][0]["speed_up"] == 1.0
         assert [(t["prompt"], t["method"]) for t in section["texts"]] == [
-            (f"prompt {i}", method) for i in range(2) for method in methods
+            (f"prompt {i}", method)
+            for i in (0, 2)
+            for method in methods  # spread over the file
         ]
     assert record["temperatures"][1]["same_tokens"] is True  # greedy: lossless to the token
 
@@ -364,7 +385,7 @@ def test_demo_shows_texts_and_a_table(loaded: dict[str, Any]) -> None:
 @pytest.mark.parametrize("text", ["", "not json", '{"turns": []}', '{"turns": "ab"}', '["turns"]', "3"])
 def test_demo_names_the_line_of_a_bad_prompts_file(loaded: dict[str, Any], tmp_path: Path, text: str) -> None:
     (tmp_path / "q.jsonl").write_text(text)
-    says = f"{tmp_path / 'q.jsonl'}" + (", line 1: expected" if text else " holds no prompts")
+    says = f"{tmp_path / 'q.jsonl'}" + (", line 1: " if text else " holds no questions")
     assert says in told(rheo("demo", "--prompts-file", str(tmp_path / "q.jsonl")), 2)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from optimized import GenerationError, RheoConfig, RheoDecoder, SamplingParams
+from optimized.static_trees import count_acceptance
 from proofs_tests.toy import random_logits
 from proofs_tests.toy_models import PathDrafter, PathTarget
 
@@ -37,10 +38,20 @@ def decoder(config: RheoConfig = CONFIG, **options: Any) -> RheoDecoder:
     return RheoDecoder(target, drafter, config=config, **options)  # type: ignore[arg-type]
 
 
+STATIC = RheoConfig.static([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
+CHAIN = RheoConfig.static([(0,), (0, 0), (0, 0, 0)])
+SHAPES = {
+    "rheo": CONFIG,
+    "topk": replace(CONFIG, proposal="topk"),
+    "two probes": replace(CONFIG, probes=2),
+    "static": STATIC,
+}
+
+
 @pytest.mark.parametrize("rule", ["rheo", "rrsw"])
-@pytest.mark.parametrize("proposal", ["rheo", "topk"])
-def test_same_seed_same_text_alone_and_in_any_row_of_any_batch(rule: Any, proposal: Any) -> None:
-    config = replace(CONFIG, verification=rule, proposal=proposal)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_same_seed_same_text_alone_and_in_any_row_of_any_batch(rule: Any, shape: str) -> None:
+    config = replace(SHAPES[shape], verification=rule)
     alone = [decoder(config).generate([p], params)[0] for p, params in zip(PROMPTS, MIXED, strict=True)]
     order = np.random.default_rng(0).permutation(len(PROMPTS)).tolist()
     for rows in (list(range(len(PROMPTS))), order, order[:3]):
@@ -68,7 +79,8 @@ def test_greedy_is_the_argmax_chain_whatever_the_tree() -> None:
         text = list(prompt)
         while len(text) < len(prompt) + 12:
             text.append(int(target_logits(tuple(text)).argmax()))
-        for config in (CONFIG, RheoConfig(lead_tokens=0, branching=1, depth=1, tree_size=1)):
+        one_node = RheoConfig(lead_tokens=0, branching=1, depth=1, tree_size=1)
+        for config in (*SHAPES.values(), CHAIN, one_node):
             [result] = decoder(config, eos=()).generate([prompt], SamplingParams(temperature=0, max_new_tokens=12))
             assert list(result.token_ids) == text[len(prompt) :]
 
@@ -82,6 +94,27 @@ def test_a_good_draft_needs_fewer_passes_and_plain_decoding_one_per_token() -> N
     assert plain.tau == 1
     assert fast.tau > 1.5
     assert fast.target_passes < 40
+
+
+def test_a_static_chain_gives_the_text_of_the_chain_that_grows() -> None:
+    """Plain speculative sampling, two ways: the same tokens are proposed and accepted, seed by seed."""
+    grown = RheoConfig(lead_tokens=0, branching=1, depth=3, tree_size=3, beam=1)
+    for seed in range(10):
+        params = SamplingParams(seed=seed, max_new_tokens=30)
+        [static], [other] = (decoder(config).generate([[1, 2]], params) for config in (CHAIN, grown))
+        assert static.token_ids == other.token_ids
+        assert static.metrics.accepted_per_level == other.metrics.accepted_per_level
+
+
+def test_a_trace_of_static_trees_measures_their_acceptance() -> None:
+    """The target's own law as the draft: every first child is accepted, so no second one is ever tested."""
+    logits = random_logits(1, VOCAB, "normal")
+    perfect = RheoDecoder(PathTarget(VOCAB, logits), PathDrafter(VOCAB, logits), config=STATIC)  # type: ignore[arg-type]
+    found = count_acceptance(perfect.trace([1, 2], SamplingParams(seed=1, max_new_tokens=60), steps=12), 3)
+    assert found.tested.tolist() == found.accepted.tolist() == [36, 0, 0]
+    related = count_acceptance(decoder(STATIC, eos=()).trace([1, 2], SamplingParams(seed=1), steps=12), 3)
+    assert related.tested[0] > related.accepted[0] > 0
+    assert related.tested[1] > 0
 
 
 def test_max_new_tokens_cuts_in_the_middle_of_an_accepted_path() -> None:

@@ -6,7 +6,7 @@ are counted. Exact ties are decided by the rules and never excused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from optimized.randomness import StepNoise, StepRandomness
 from optimized.slots import rank_logits
 from optimized.trees import TreeBatch
 from optimized.verification import verify_trees
-from proofs_tests.toy import ToyDrafter, random_logits
+from proofs_tests.toy import ToyDrafter, random_logits, random_topology
 from reference import DraftTree, GrowthNoise, Margin, RheoConfig, VerifyNoise, grow_tree, verify
 
 # Both sides are float64; they differ by the order of sums and by the last bit of exp and log, some 1e-15 relative.
@@ -61,8 +61,11 @@ class Case:
         )
 
 
-def random_case(seed: int) -> Case:
-    """A batch of random shape: m = 0..K+1, beams below and above K, tiny and cut supports, small draft vocabularies."""
+def random_case(seed: int, kind: str = "one probe") -> Case:
+    """A batch of random shape: m = 0..K+1, beams below and above K, tiny and cut supports, small draft vocabularies.
+
+    ``kind`` is "one probe", "several probes" (two to five, also more than there are slots) or "static".
+    """
     rng = np.random.default_rng(seed)
     target_vocab = int(rng.choice([1, 2, 5, 9, 33, 130]))
     vocab_map = None
@@ -81,9 +84,18 @@ def random_case(seed: int) -> Case:
         proposal="rheo" if rng.random() < 0.85 else "topk",
         verification="rheo" if rng.random() < 0.5 else "rrsw",
     )
+    if kind == "several probes":
+        config = replace(config, probes=int(rng.integers(2, 6)))
+    elif kind == "static":
+        topology = random_topology(rng, most_nodes=16, depth=4, branching=6)
+        config = RheoConfig.static(topology, config.draft_support, config.verification)
     logits = [random_logits(seed * BATCH + b, draft_vocab, FAMILIES[rng.integers(len(FAMILIES))]) for b in range(BATCH)]
     randomness = StepRandomness(
-        rng.integers(0, 2**63, size=BATCH).tolist(), config.depth, config.beam_width, config.tree_size + 1
+        rng.integers(0, 2**63, size=BATCH).tolist(),
+        config.depth,
+        config.beam_width,
+        config.tree_size + 1,
+        probes=config.probes,
     )
     return Case(
         config,
@@ -117,12 +129,22 @@ def excused(margins: list[Margin]) -> bool:
     return any(0 < margin.value < MARGIN for margin in margins)
 
 
-@pytest.mark.parametrize("block", range(10))
-def test_grow_and_verify_equal_the_reference(block: int) -> None:
-    """3,200 trees and walks; at most a handful may stand inside the margin, and none was seen to."""
+KINDS = ["one probe", "several probes", "static"]
+
+
+@pytest.mark.parametrize(
+    ("block", "kind"),
+    [
+        pytest.param(block, kind, marks=pytest.mark.deep if kind != "one probe" and block > 3 else [])
+        for kind in KINDS
+        for block in range(10)
+    ],
+)
+def test_grow_and_verify_equal_the_reference(block: int, kind: str) -> None:
+    """3,200 trees and walks, 1,280 of the later kinds; at most a handful may be inside the margin, none was seen."""
     inside = 0
     for seed in range(block * 40, block * 40 + 40):
-        case = random_case(seed)
+        case = random_case(seed, kind)
         trees = case.grow()
         assert not trees.draft_failed.any()
         rng = np.random.default_rng([seed, 1])
@@ -158,15 +180,24 @@ def test_grow_and_verify_equal_the_reference(block: int) -> None:
     assert inside <= 2
 
 
-def tie_cases() -> list[tuple[str, RheoConfig, int]]:
+TIE_FAMILIES = ("uniform", "two values", "one-hot", "pairs")
+
+
+def tie_cases(probes: int) -> list[tuple[str, RheoConfig]]:
     shapes = [(3, 3, None), (3, 2, 1), (4, 3, 2), (2, 4, 4)]
     return [
-        (family, RheoConfig(lead_tokens=m, branching=k, depth=depth, tree_size=size, beam=beam), size)
-        for family in ("uniform", "two values", "one-hot", "pairs")
+        (family, RheoConfig(lead_tokens=m, branching=k, depth=depth, tree_size=size, beam=beam, probes=probes))
+        for family in TIE_FAMILIES
         for k, depth, beam in shapes
         for m in range(k + 1)
         for size in range(1, 2 * k * depth)
     ]
+
+
+def static_tie_cases() -> list[tuple[str, RheoConfig]]:
+    rng = np.random.default_rng(11)
+    topologies = [random_topology(rng, most_nodes=20, depth=4, branching=5) for _ in range(40)]
+    return [(family, RheoConfig.static(topology)) for family in TIE_FAMILIES for topology in topologies]
 
 
 def golden_logits(family: str, vocab: int, path: tuple[int, ...]) -> NDArray[np.float32]:
@@ -180,20 +211,66 @@ def golden_logits(family: str, vocab: int, path: tuple[int, ...]) -> NDArray[np.
     return np.where(np.arange(vocab) == hot, 0.0, -np.inf).astype(np.float32)
 
 
-def test_golden_trees_full_of_ties_are_equal_to_the_last_node() -> None:
+@pytest.mark.parametrize("probes", [1, 2, pytest.param(3, marks=pytest.mark.deep), "static"])
+def test_golden_trees_full_of_ties_are_equal_to_the_last_node(probes: int | str) -> None:
     """Every budget of trees in which nearly every comparison is an exact tie; nothing is excused."""
     vocab = 5
     ties = 0
-    for index, (family, config, size) in enumerate(tie_cases()):
+    cases = static_tie_cases() if isinstance(probes, str) else tie_cases(probes)
+    for index, (family, config) in enumerate(cases):
         drafter = ToyDrafter([lambda path, family=family: golden_logits(family, vocab, path)], vocab)
-        noise = StepRandomness([index], config.depth, config.beam_width, size + 1).at(torch.tensor([0]))
-        case = Case(config, drafter, np.array([1.0]), noise)
+        rows = config.tree_size + 1
+        noise = StepRandomness([index], config.depth, config.beam_width, rows, probes=config.probes)
+        case = Case(config, drafter, np.array([1.0]), noise.at(torch.tensor([0])))
         margins: list[Margin] = []
         expected = case.reference_tree(0, margins)
         actual = case.grow().to_tree(0)
         assert actual.key == expected.key, f"{family} {config}"
         ties += sum(margin.value == 0 for margin in margins)
-    assert ties > 1000
+    assert ties > 1000 or probes == "static", "a static tree ranks nothing"
+
+
+def test_golden_tree_of_several_probes_by_hand() -> None:
+    """q = (1/2, 1/4, 1/8, 1/8), m = 1, K = 4: the probes' weights are min(1/2, z), what they leave, and so on."""
+    config = RheoConfig(lead_tokens=1, branching=4, depth=1, tree_size=4, probes=2)
+    logits = np.log(np.array([4, 2, 1, 1], dtype=np.float32))
+    drafter = ToyDrafter([lambda path: logits], 4)
+    # q~ = (1/2, 1/4, 1/4) over tokens 1, 2, 3. 0.6 draws 2; what is left are 1/2 and 1/4, and 0.7 of 3/4 draws 3.
+    uniforms = torch.tensor([[[[0.6, 0.7]] * 4]], dtype=torch.float64)
+    tree = grow_trees(config, drafter.root_logits(), drafter.expand, torch.ones(1), uniforms).to_tree(0)
+    assert tree.key == ((0, 0, 0, False), (0, 1, 2, True), (0, 2, 3, True), (0, 3, 1, False))
+    # z = 1/2 is the first probe's; it leaves 3/8 of it; the fill has its own.
+    np.testing.assert_allclose(tree.scores, [1, 1 / 2, 1 / 2, 3 / 8, 1 / 4])
+    # p = (0, 1/6, 1/2, 1/3): 0.999 q~(2) = 0.25 < 1/2 accepts the first probe.
+    target = torch.tensor([[0, 1 / 6, 1 / 2, 1 / 3]], dtype=torch.float64).expand(1, 5, 4).clone()
+    high, middle = torch.full((1, 5, 2), 0.999, dtype=torch.float64), torch.full((1, 5), 0.5, dtype=torch.float64)
+    walk = verify_trees(TreeBatch.from_trees([tree]), target, StepNoise(uniforms, high, middle, middle))
+    assert walk.rows[0].tolist() == [0, 2]
+    # p = (0, 1/2, 0, 1/2): it is turned down, the residual is (0, 0, 0, 1/4) / (1/4), and the second probe accepted.
+    target[:, 0] = torch.tensor([0, 1 / 2, 0, 1 / 2])
+    walk = verify_trees(TreeBatch.from_trees([tree]), target, StepNoise(uniforms, high, middle, middle))
+    assert walk.rows[0].tolist() == [0, 3]
+    # p = (0, 1, 0, 0): both are turned down and the fill is what is left.
+    target[:, 0] = torch.tensor([0.0, 1.0, 0.0, 0.0])
+    walk = verify_trees(TreeBatch.from_trees([tree]), target, StepNoise(uniforms, high, middle, middle))
+    assert walk.rows[0].tolist() == [0, 4]
+    assert walk.probes_offered[0].tolist() == [True, False]
+    assert walk.probes_accepted[0].tolist() == [False, False]
+
+
+def test_golden_static_tree_by_hand() -> None:
+    """The root has two children, its second child has two; after token 1 the draft is certain of token 2."""
+    config = RheoConfig.static([(0,), (1,), (1, 0), (1, 1)])
+    assert (config.branching, config.depth, config.tree_size, config.beam, config.probes) == (2, 2, 4, 1, 2)
+    certain = np.array([-np.inf, -np.inf, 0.0], dtype=np.float32)
+    drafter = ToyDrafter([lambda path: certain if path == (1,) else np.zeros(3, dtype=np.float32)], 3)
+    uniforms = torch.tensor([[[[0.9, 0.6]], [[0.9, 0.5]]]], dtype=torch.float64)
+    tree = grow_trees(config, drafter.root_logits(), drafter.expand, torch.ones(1), uniforms).to_tree(0)
+    # 0.9 draws 2 of three equal tokens, 0.6 draws 1 of the two left; after 1 only token 2 is offered, once.
+    assert tree.key == ((0, 0, 2, True), (0, 1, 1, True), (2, 0, 2, True))
+    assert tree.scores == (1, 1, 1, 1)
+    greedy = grow_trees(config, drafter.root_logits(), drafter.expand, torch.zeros(1), uniforms).to_tree(0)
+    assert greedy.key == ((0, 0, 0, False), (0, 1, 1, False), (2, 0, 2, False))
 
 
 def test_golden_tree_by_hand() -> None:
@@ -258,14 +335,16 @@ def test_a_failing_draft_is_reported_for_its_own_request_only(bad: float | str) 
     assert len(trees.to_tree(1)) == 1
 
 
-def test_trees_survive_the_round_trip() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_trees_survive_the_round_trip(kind: str) -> None:
     """Packed again with laws of different lengths: equal nodes, scores, laws, ancestors, and equal walks."""
     probes = 0
     for seed in range(40):
-        case = random_case(seed)
+        case = random_case(seed, kind)
         trees = case.grow()
         originals = [trees.to_tree(b) for b in range(BATCH)]
         packed = TreeBatch.from_trees(originals)
+        assert packed.probes <= trees.probes
         for b, tree in enumerate(originals):
             back = packed.to_tree(b)
             assert back.key == tree.key
@@ -313,6 +392,7 @@ def test_a_residual_is_right_where_packing_padded_the_probes_law() -> None:
         ({"root_logits": torch.zeros(5)}, "root_logits must be"),
         ({"temperatures": torch.ones(2)}, "temperatures must have shape"),
         ({"probe_uniforms": torch.zeros(3, 1, 2)}, "probe_uniforms must be at least"),
+        ({"probe_uniforms": torch.zeros(3, 2, 2, 0)}, r"probe_uniforms must be at least \[3, 2, 2, 1\]"),
         ({"vocab_map": torch.arange(4)}, "vocab_map must have shape"),
         ({"expand": lambda nodes: torch.zeros(3, 1, 5)}, "expand returned logits of shape"),
     ],
@@ -326,3 +406,24 @@ def test_grow_trees_says_which_shape_is_wrong(change: dict[str, object], message
     }
     with pytest.raises(ValueError, match=message):
         grow_trees(RheoConfig(branching=2, depth=2), **(arguments | change))  # type: ignore[arg-type]
+
+
+def test_several_probes_need_a_uniform_each() -> None:
+    config = RheoConfig(branching=3, depth=2, tree_size=4, probes=2)
+    root = torch.zeros(3, 5)
+
+    def grow(uniforms: torch.Tensor) -> TreeBatch:
+        return grow_trees(config, root, lambda nodes: torch.zeros(3, 3, 5), torch.ones(3), uniforms)
+
+    with pytest.raises(ValueError, match=r"probe_uniforms must be at least \[3, 2, 3, 2\], got \[3, 2, 3\]"):
+        grow(torch.zeros(3, 2, 3))
+    trees = grow(torch.zeros(3, 2, 3, 2))
+    rows = torch.zeros(3, 5, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"accept_uniforms must be at least \[3, 5, 2\], got \[3, 5\]"):
+        verify_trees(trees, torch.full((3, 5, 5), 0.2), StepNoise(rows, rows, rows, rows))
+    tree = trees.to_tree(0)
+    with pytest.raises(ValueError, match=r"accept_uniforms has 1 column\(s\), the tree has a node with 2 probes"):
+        verify(tree, np.full((5, 5), 0.2), VerifyNoise(np.zeros(5), np.zeros(5), np.zeros(5)))
+    draft = ToyDrafter([lambda path: np.zeros(5, dtype=np.float32)], 5).law(0, 1.0, 128)
+    with pytest.raises(ValueError, match=r"depth, beam and probes need at least \(2, 3, 2\)"):
+        grow_tree(config, draft, GrowthNoise(np.zeros((2, 3))))

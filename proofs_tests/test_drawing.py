@@ -62,6 +62,16 @@ def test_node_roles_are_those_of_the_schedule(lead_tokens: int, tree_size: int) 
             assert role is (Role.PROBE if slot == lead_tokens else Role.FILL)
 
 
+def test_each_of_several_probes_is_shown_with_the_law_that_drew_it() -> None:
+    law = DraftLaw([0.4, 0.3, 0.2, 0.1], [0.4, 0.3, 0.2, 0.1])
+    config = RheoConfig(lead_tokens=1, branching=4, depth=1, tree_size=4, probes=2)
+    tree = grow_tree(config, lambda path: law, GrowthNoise(np.full((1, 4, 2), 0.6)))
+    assert tree.token_ids == (-1, 0, 2, 1, 3)
+    assert node_roles(tree) == (Role.ROOT, Role.LEAD, Role.PROBE, Role.PROBE, Role.FILL)
+    nodes = tree_nodes(tree, str)
+    assert [node.sampling for node in nodes] == [None, None, pytest.approx(2 / 6), pytest.approx(3 / 4), None]
+
+
 def test_top_k_trees_have_leads_only() -> None:
     law = DraftLaw([0.5, 0.3, 0.2], [0.5, 0.3, 0.2])
     tree = grow_tree(RheoConfig(branching=3, depth=2, tree_size=9, proposal="topk"), lambda path: law, _noise(2, 3))

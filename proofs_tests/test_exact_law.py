@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from optimized.evidence.cases import HARD_CASES, HARD_CASES_BY_NAME, Case, law
 from proofs_tests.brute_force import cells_between, cumulative, integrated_walk_law, merged
-from proofs_tests.laws import cases, configs, exact_settings, random_case, rheo_configs, sizes
+from proofs_tests.laws import cases, configs, exact_settings, random_case, rheo_configs, sizes, static_configs
 from reference.api import DraftLaw, GrowthNoise, RheoConfig, VerifyNoise
 from reference.exact import (
     expected_acceptance_length,
@@ -82,7 +82,7 @@ def test_output_law_is_the_target_law_on_hard_cases(name, rule, branching, depth
 @pytest.mark.lossless
 @sizes(250, 6000)
 def test_output_law_is_the_target_law_on_drawn_laws(size):
-    @given(case=cases(), config=rheo_configs(), horizon=st.integers(1, 4))
+    @given(case=cases(), config=rheo_configs() | static_configs(), horizon=st.integers(1, 4))
     @exact_settings(size)
     def check(case, config, horizon):
         assert_lossless(case, config, horizon)
@@ -190,7 +190,7 @@ def test_tree_classes_equal_brute_force_on_hard_cases(name):
 
 @sizes(60, 2000)
 def test_tree_classes_equal_brute_force_on_drawn_laws(size):
-    @given(case=cases(), config=rheo_configs(max_depth=2))
+    @given(case=cases(), config=rheo_configs(max_depth=2) | static_configs(max_nodes=4, max_depth=2))
     @exact_settings(size)
     def check(case, config):
         assert_same_classes(case, config)
@@ -305,7 +305,7 @@ def assert_walk_law(case: Case, tree: DraftTree, rule: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 @sizes(80, 2000)
 def test_walk_law_sums_to_one_and_gives_the_expected_acceptance_length(rule, size):
-    @given(case=cases(), config=rheo_configs())
+    @given(case=cases(), config=rheo_configs() | static_configs())
     @exact_settings(size)
     def check(case, config):
         for tree, _ in islice(tree_classes(config, case.draft()), 5):

@@ -9,14 +9,14 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import pytest
 from hypothesis import given
 
 from optimized.evidence.cases import HARD_CASES_BY_NAME, Case
 from proofs_tests.brute_force import grow_replayed, outcomes
-from proofs_tests.laws import cases, configs, exact_settings, rheo_configs, sizes
+from proofs_tests.laws import cases, configs, exact_settings, rheo_configs, sizes, static_configs
 from reference.api import RheoConfig
 from reference.exact import prefix_trees, target_law, tree_output_law
 from reference.slots import plan_slots
@@ -50,6 +50,8 @@ def lemma_configs(tree_size: int) -> list[RheoConfig]:
         *configs([2], [2], beams=(2,), tree_size=tree_size),
         RheoConfig(lead_tokens=1, branching=3, depth=2, tree_size=tree_size, beam=1),
         RheoConfig(lead_tokens=1, branching=2, depth=3, tree_size=tree_size),
+        RheoConfig(lead_tokens=1, branching=4, depth=1, tree_size=tree_size, probes=2),
+        RheoConfig(lead_tokens=0, branching=2, depth=2, tree_size=tree_size, beam=1, probes=2),
     ]
 
 
@@ -58,7 +60,7 @@ every_hard_case = pytest.mark.parametrize("name", HARD_CASES_BY_NAME)
 
 @every_hard_case
 def test_lemma_1_order(name):
-    """T_r is closed under parents, siblings join in schedule order, so a probe precedes its fills."""
+    """T_r is closed under parents, siblings join in schedule order, so probes precede each other and their fills."""
     case = HARD_CASES_BY_NAME[name]
     for config in lemma_configs(5):
         for _, prefixes in growths(case, config):
@@ -79,16 +81,21 @@ def test_lemma_1_order_of_one_node(size):
     def check(case, config):
         law = case.draft()(())
         plan = plan_slots(config, law)
-        probes = (
-            [None] if plan.probe_law is None else [token for token, q in zip(*plan.probe_law, strict=True) if q > 0]
-        )
-        for probe in probes:
-            slots = plan.slots(probe)
+        possible = [] if plan.probe_law is None else [token for token, q in zip(*plan.probe_law, strict=True) if q > 0]
+        draws = list(permutations(possible, plan.num_probes))
+        for probes in draws:
+            slots = plan.slots(probes)
             assert all(high.weight >= low.weight for high, low in pairwise(slots))
             assert all(0 < slot.weight <= 1 for slot in slots)
             assert len({slot.token_id for slot in slots}) == len(slots) == plan.num_slots
-            assert [slot.is_probe for slot in slots].count(True) == (probe is not None)
-        assert len({tuple(slot.weight for slot in plan.slots(probe))[: plan.lead_tokens + 1] for probe in probes}) == 1
+            assert [slot.token_id for slot in slots if slot.is_probe] == list(probes)
+            assert [slot.is_probe for slot in slots[plan.lead_tokens :]] == sorted(
+                (slot.is_probe for slot in slots[plan.lead_tokens :]), reverse=True
+            )
+        for count in range(plan.num_probes + 1):  # what earlier tokens make of the weights, whatever the next one is
+            known = plan.lead_tokens + count + (count < plan.num_probes)
+            weights = {(probes[:count], tuple(slot.weight for slot in plan.slots(probes))[:known]) for probes in draws}
+            assert len(weights) == len({probes[:count] for probes in draws})
 
     check()
 
@@ -127,22 +134,31 @@ def test_lemma_3_cylinder(name):
                 step[before, joined] += probability
         for found, probability in reached.items():
             product = Fraction(1)
-            for path, _, is_probe in found:
-                if is_probe:
-                    product *= drawn_from(case, config, path)
+            for node in found:
+                if node[2]:
+                    product *= drawn_from(case, config, node[0], earlier_probes(found, node))
             assert probability == product
         reached[frozenset()] = Fraction(1)
-        for (before, (path, _, is_probe)), probability in step.items():
-            assert probability / reached[before] == (drawn_from(case, config, path) if is_probe else 1)
+        for (before, node), probability in step.items():
+            expected = drawn_from(case, config, node[0], earlier_probes(before, node)) if node[2] else 1
+            assert probability / reached[before] == expected
 
 
-def drawn_from(case: Case, config: RheoConfig, path: tuple[int, ...]) -> Fraction:
-    """q~ of a probe's token, from the definition: q_T without the leads, renormalised."""
+def earlier_probes(found: frozenset[Node], node: Node) -> frozenset[int]:
+    """Tokens of the probes of the same parent that stand before the node."""
+    path, slot, _ = node
+    return frozenset(other[-1] for other, at, is_probe in found if is_probe and other[:-1] == path[:-1] and at < slot)
+
+
+def drawn_from(
+    case: Case, config: RheoConfig, path: tuple[int, ...], earlier: frozenset[int] = frozenset()
+) -> Fraction:
+    """q~ of a probe's token, from the definition: q_T without the leads and the earlier probes, renormalised."""
     q = case.construction(path[:-1])
     q_t = case.sampling(path[:-1], q)
     assert q_t is not None
     leads = sorted(range(len(q)), key=lambda token: (-q[token], token))[: config.lead_tokens]
-    return q_t[path[-1]] / sum(mass for token, mass in enumerate(q_t) if token not in leads)
+    return q_t[path[-1]] / sum(mass for token, mass in enumerate(q_t) if token not in leads and token not in earlier)
 
 
 @pytest.mark.lossless
@@ -168,7 +184,7 @@ def test_lemma_4_one_step(name, branching, depth, tree_size, rule):
 @pytest.mark.lossless
 @sizes(40, 2000)
 def test_lemma_4_one_step_on_drawn_laws(size):
-    @given(case=cases(), config=rheo_configs(max_size=5))
+    @given(case=cases(), config=rheo_configs(max_size=5) | static_configs(max_nodes=4))
     @exact_settings(size)
     def check(case, config):
         assert_martingale(case, config, config.verification)

@@ -59,11 +59,14 @@ def test_mutants_are_enough_and_told_apart():
 
 @pytest.mark.parametrize("rule", ["rheo", "rrsw"])
 @pytest.mark.parametrize("name", ["opposite rankings", "uniform draft, all ties", "sampling law with holes"])
-@pytest.mark.parametrize("shape", [(0, 2, 2, 4, 2), (1, 3, 2, 5, 2), (1, 2, 3, 6, 1)])
-def test_the_pieces_of_the_mutants_are_the_algorithm(name, rule, shape):
+@pytest.mark.parametrize(
+    ("shape", "probes"),
+    [((0, 2, 2, 4, 2), 1), ((1, 3, 2, 5, 2), 1), ((1, 2, 3, 6, 1), 1), ((0, 3, 2, 5, 1), 2), ((1, 4, 1, 4, 1), 3)],
+)
+def test_the_pieces_of_the_mutants_are_the_algorithm(name, rule, shape, probes):
     """The same classes of trees with the same probabilities, and on each of them the same law of the output."""
     case, variant = HARD_CASES_BY_NAME[name], {"rheo": RHEO, "rrsw": RRSW}[rule]
-    config = RheoConfig(*shape, verification=rule)
+    config = RheoConfig(*shape, verification=rule, probes=probes)
     horizon = config.depth + 1
     classes = {tree.key: (tree, probability) for tree, probability in tree_classes(config, case.draft())}
     seen: Counter = Counter()

@@ -40,6 +40,24 @@ def test_step_noise_has_the_bits_of_the_reference() -> None:
         assert (noise.lead_uniforms[b].numpy() == expected.lead_uniforms).all()
 
 
+@pytest.mark.parametrize("probes", [2, 5])
+def test_step_noise_of_several_probes_has_the_bits_of_the_reference(probes: int) -> None:
+    """The first probe's numbers are those of one probe; the others count up in the last word of the counter."""
+    seeds, steps = [0, 2**32, 2**64 - 1], [0, 2, 2**31]
+    noise = StepRandomness(seeds, depth=3, beam=4, rows=7, probes=probes).at(torch.tensor(steps))
+    single = StepRandomness(seeds, depth=3, beam=4, rows=7).at(torch.tensor(steps))
+    assert torch.equal(noise.probe_uniforms[..., 0], single.probe_uniforms)
+    assert torch.equal(noise.accept_uniforms[..., 0], single.accept_uniforms)
+    for b, (seed, step) in enumerate(zip(seeds, steps, strict=True)):
+        expected = verify_noise(seed, step, 7, probes)
+        assert (noise.probe_uniforms[b].numpy() == growth_noise(seed, step, 3, 4, probes).probe_uniforms).all()
+        assert (noise.accept_uniforms[b].numpy() == expected.accept_uniforms).all()
+        assert (noise.residual_uniforms[b].numpy() == expected.residual_uniforms).all()
+        assert (noise.lead_uniforms[b].numpy() == expected.lead_uniforms).all()
+        word = int(philox4x32([5, step, int(Purpose.ACCEPT), probes - 1], [seed & 0xFFFFFFFF, seed >> 32])[0])
+        assert float(noise.accept_uniforms[b, 5, probes - 1]) == (word >> 8) * 2.0**-24
+
+
 def test_select_keeps_each_requests_stream() -> None:
     randomness = StepRandomness([3, 4, 5], depth=2, beam=2, rows=5)
     before = randomness.at(torch.tensor([7, 8, 9]))

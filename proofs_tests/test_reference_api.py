@@ -47,7 +47,7 @@ def test_config_refuses_zero(name):
 
 @pytest.mark.parametrize("name", ["proposal", "verification"])
 def test_config_refuses_names(name):
-    with pytest.raises(ValueError, match=rf"{name} must be one of \('rheo', '\w+'\), got 'eagle'"):
+    with pytest.raises(ValueError, match=rf"{name} must be one of \('rheo'(, '\w+')+\), got 'eagle'"):
         RheoConfig(**{name: "eagle"})
 
 
@@ -152,10 +152,12 @@ def test_noise_refuses_what_is_no_uniform(value):
 
 
 def test_noise_refuses_shapes():
-    with pytest.raises(ValueError, match=r"probe_uniforms must have 2 dimension\(s\), got shape \(4,\)"):
+    with pytest.raises(ValueError, match=r"probe_uniforms must have 2 or 3 dimension\(s\), got shape \(4,\)"):
         GrowthNoise(np.zeros(4))
-    with pytest.raises(ValueError, match=r"accept_uniforms must have 1 dimension\(s\), got shape \(1, 4\)"):
-        VerifyNoise(np.zeros((1, 4)), np.zeros(4), np.zeros(4))
+    with pytest.raises(ValueError, match=r"accept_uniforms must have 1 or 2 dimension\(s\), got shape \(4, 1, 1\)"):
+        VerifyNoise(np.zeros((4, 1, 1)), np.zeros(4), np.zeros(4))
+    with pytest.raises(ValueError, match=r"residual_uniforms must have 1 dimension\(s\), got shape \(4, 2\)"):
+        VerifyNoise(np.zeros((4, 2)), np.zeros((4, 2)), np.zeros(4))
     with pytest.raises(ValueError, match=r"one length, got .*'lead_uniforms': 3"):
         VerifyNoise(np.zeros(4), np.zeros(4), np.zeros(3))
 
@@ -211,7 +213,11 @@ def test_draft_tree_takes_arrays_and_keeps_plain_python():
         ({"scores": (1.0, 0.5, 0.5, 0.75)}, "row 3 has score 0.75; it must lie between 0 and its parent's 0.5"),
         ({"scores": (1.0, 0.5, -0.5, 0.25)}, "row 2 has score -0.5"),
         ({"scores": (1.0, 0.5, float("nan"), 0.25)}, "row 2 has score nan"),
-        ({"is_probe": (False, True, True, False)}, "rows 1 and 2 are both the probe of row 0"),
+        ({"is_probe": (False, True, True, False)}, r"row 1 is a probe, but probe_laws\[0\] gives its token 5 no mass"),
+        (
+            {"is_probe": (False, True, True, False), "slots": (0, 0, 2, 0)},
+            "row 2 is a probe in slot 2, row 1 the probe before it in slot 0; a node's probes have neighbouring slots",
+        ),
         ({"is_probe": (False, False, False, False)}, r"probe_laws has rows \[0\]; rows \[\] have a probe in the tree"),
         ({"probe_laws": {}}, r"probe_laws has rows \[\]; rows \[0\] have a probe in the tree"),
         ({"probe_laws": {0: ((6, 7), [0.25, 0.25])}}, r"probe_laws\[0\] sums to 0.5, not to 1"),

@@ -10,7 +10,7 @@ from optimized.evidence.cases import Law, law, one_hot
 from proofs_tests.laws import as_floats
 from reference import DraftLaw, DraftTree, GrowthNoise, RheoConfig, grow_tree
 from reference.exact import tree_classes
-from reference.slots import draw_probe, plan_slots
+from reference.slots import draw_probes, plan_slots
 
 FLAT = law(1, 1, 1)
 HALVES = law(1, 1, 0)
@@ -286,7 +286,7 @@ def test_float_weights_never_increase_along_the_schedule(lead_tokens):
     for scale in (1e-9, 0.1, 1.0, 5.0, 20.0, 40.0):
         for _ in range(20):
             plan = plan_slots(config, DraftLaw.from_logits(rng.normal(size=63) * scale))
-            slots = plan.slots(draw_probe(plan, rng.random()))
+            slots = plan.slots(draw_probes(plan, [rng.random()]))
             assert all(high.weight >= low.weight for high, low in pairwise(slots))
             assert all(0 < slot.weight <= 1 for slot in slots)
 
@@ -312,20 +312,20 @@ def test_float_growth_is_one_of_the_float_classes_bit_by_bit():
 @pytest.mark.parametrize(
     ("uniform", "token"), [(0.0, 1), (0.249, 1), (0.25, 2), (0.749, 2), (0.75, 3), (1 - 2.0**-53, 3)]
 )
-def test_draw_probe_by_inverse_cdf_in_rank_order(uniform, token):
+def test_draw_probes_by_inverse_cdf_in_rank_order(uniform, token):
     plan = plan_slots(RheoConfig(lead_tokens=1, branching=2), DraftLaw(law(4, 3, 2, 1), law(0, 1, 2, 1)))
-    assert draw_probe(plan, uniform) == token
+    assert draw_probes(plan, [uniform]) == (token,)
 
 
-def test_draw_probe_skips_tokens_without_mass():
+def test_draw_probes_skips_tokens_without_mass():
     plan = plan_slots(RheoConfig(lead_tokens=0, branching=2), DraftLaw(law(4, 3, 2, 1), law(0, 1, 0, 1)))
-    assert [draw_probe(plan, uniform) for uniform in (0.0, 0.49, 0.5, 0.99)] == [1, 1, 3, 3]
+    assert [draw_probes(plan, [uniform]) for uniform in (0.0, 0.49, 0.5, 0.99)] == [(1,), (1,), (3,), (3,)]
 
 
 def test_slots_refuse_a_probe_that_does_not_fit_the_plan():
     with_probe = plan_slots(RheoConfig(lead_tokens=1, branching=2), DraftLaw(SLOPE, SLOPE))
     without = plan_slots(RheoConfig(lead_tokens=2, branching=2), DraftLaw(SLOPE, SLOPE))
-    with pytest.raises(ValueError, match="probe_token is None, but this node has a probe"):
-        with_probe.slots(None)
-    with pytest.raises(ValueError, match="probe_token is 2, but this node has no probe"):
-        without.slots(2)
+    with pytest.raises(ValueError, match=r"probe_tokens are \[\], but this node has 1 probe\(s\)"):
+        with_probe.slots()
+    with pytest.raises(ValueError, match=r"probe_tokens are \[2\], but this node has 0 probe\(s\)"):
+        without.slots((2,))

@@ -174,7 +174,7 @@ def test_models_fail_on_a_broken_verifier(loaded: dict[str, Any], monkeypatch: p
 
 
 def test_a_draft_that_is_never_accepted_is_no_evidence(loaded: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "_child_with", lambda trees, among, token: torch.zeros_like(token))
+    monkeypatch.setattr(verification, "child_with", lambda trees, among, token: torch.zeros_like(token))
     result = rheo_verify(*PAIR, "--proposal", "topk")
     assert result.exit_code == 1
     assert "no draft token was accepted, so nothing was tested" in result.stdout

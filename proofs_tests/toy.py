@@ -20,6 +20,20 @@ def rng_of(seed: int, path: tuple[int, ...]) -> np.random.Generator:
     return np.random.default_rng([seed, len(path), *path])
 
 
+def random_topology(
+    rng: np.random.Generator, most_nodes: int, depth: int, branching: int
+) -> tuple[tuple[int, ...], ...]:
+    """A topology of 1 .. ``most_nodes`` nodes, grown child by child at random places."""
+    paths = [(0,)]
+    for _ in range(rng.integers(most_nodes)):
+        open_nodes = [node for node in [(), *paths] if len(node) < depth and (*node, branching - 1) not in paths]
+        if not open_nodes:
+            break
+        node = open_nodes[rng.integers(len(open_nodes))]
+        paths.append((*node, sum(path[:-1] == node for path in paths)))
+    return tuple(paths)
+
+
 def random_logits(seed: int, vocab: int, family: str) -> Logits:
     """Draft logits of one of several families.
 

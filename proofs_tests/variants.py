@@ -110,16 +110,30 @@ Step = Iterator[tuple[int, Node | None, Fraction]]  # emitted token, the child i
 
 
 def draw_one_probe(plan: SlotPlan, draft: DraftLaw) -> dict[tuple[int, ...], Fraction]:
-    """The probe's law; without a probe the empty draw is certain."""
+    """The law of the probe; without one the empty draw is certain."""
     if plan.probe_law is None:
         return {(): ONE}
     return {(token,): q for token, q in zip(*plan.probe_law, strict=True) if q > 0}
 
 
+def draw_probes(plan: SlotPlan, draft: DraftLaw) -> dict[tuple[int, ...], Fraction]:
+    """The law of all probes, in drawing order: without replacement."""
+    drawn: dict[tuple[int, ...], Fraction] = {(): ONE}
+    tail = draw_one_probe(plan, draft)
+    for _ in range(plan.num_probes):
+        drawn = {
+            (*tokens, token): chance * q / sum(tail[other,] for (other,) in tail if other not in tokens)
+            for tokens, chance in drawn.items()
+            for (token,), q in tail.items()
+            if token not in tokens
+        }
+    return drawn
+
+
 def leads_probe_fills(offer: Offer) -> list[Slot]:
     """The specification's slots."""
-    probe = offer.probes[0] if offer.probes else None
-    return [Slot(s.token_id, s.weight, 0 if s.is_probe else None) for s in offer.plan.slots(probe)]
+    slots = offer.plan.slots(offer.probes)
+    return [Slot(s.token_id, s.weight, offer.probes.index(s.token_id) if s.is_probe else None) for s in slots]
 
 
 def total_order(node: Node) -> tuple[Any, ...]:
@@ -146,6 +160,16 @@ def accept(p_probe: Fraction, q_probe: Fraction, below: Fraction) -> Fraction:
 def positive_part(p: Law, q: Law, stand: Stand) -> Law:
     """norm(max(0, p - q~)); p where nothing is left."""
     return normalised({token: p[token] - q.get(token, 0) for token in p}) or p
+
+
+def residual_so_far(p: Law, stand: Stand) -> Law:
+    """The law that a probe is tested against: p, or the residual that the probes before it left."""
+    return p
+
+
+def without_the_drawn(q: Law, token: int) -> Law:
+    """The law of the next probe: without replacement."""
+    return normalised({other: mass for other, mass in q.items() if other != token})
 
 
 def none_first(stand: Stand) -> Sequence[Node]:
@@ -179,12 +203,13 @@ def probe_then_draw(variant: Variant, stand: Stand) -> Step:
         if reached == 0:
             return
         below = sum((mass for token, mass in q.items() if _before(stand, token, probe.token)), Fraction(0))
-        accepted = variant.accept(p.get(probe.token, Fraction(0)), q.get(probe.token, Fraction(0)), below)
+        against = variant.tested_against(p, stand)
+        accepted = variant.accept(against.get(probe.token, Fraction(0)), q.get(probe.token, Fraction(0)), below)
         yield probe.token, probe, reached * accepted
         left.remove(probe)
         reached *= 1 - accepted
         p = variant.residual(p, q, stand)
-        q = normalised({token: mass for token, mass in q.items() if token != probe.token})
+        q = variant.law_left(q, probe.token)
     matched = {child.token: child for child in left}
     for token, mass in variant.last_draw(stand, p).items():
         yield token, matched.get(token), reached * mass
@@ -209,7 +234,7 @@ def draw_from_what_is_left(stand: Stand, p: Law) -> Law:
 class Variant:
     """The algorithm; every attribute is one of its pieces and may be replaced."""
 
-    draws: Callable[[SlotPlan, DraftLaw], dict[tuple[int, ...], Fraction]] = draw_one_probe
+    draws: Callable[[SlotPlan, DraftLaw], dict[tuple[int, ...], Fraction]] = draw_probes
     slots: Callable[[Offer], list[Slot]] = leads_probe_fills
     order: Callable[[Node], tuple[Any, ...]] = total_order
     keep: Callable[[Sequence[Node], int], Sequence[Node]] = best
@@ -220,6 +245,8 @@ class Variant:
     verified_with: Callable[[Stand], Law] = same_law
     accept: Callable[[Fraction, Fraction, Fraction], Fraction] = accept
     residual: Callable[[Law, Law, Stand], Law] = positive_part
+    tested_against: Callable[[Law, Stand], Law] = residual_so_far
+    law_left: Callable[[Law, int], Law] = without_the_drawn
     last_draw: Callable[[Stand, Law], Law] = draw_from_what_is_left
 
 

@@ -121,6 +121,49 @@ def two_probes(second_first: bool) -> Callable[[Offer], list[Slot]]:
     return slots
 
 
+def sorted_probes(offer: Offer) -> list[Slot]:
+    """The probes laid out, and so verified, by rank instead of in drawing order."""
+    return leads_probe_fills(replace(offer, probes=tuple(sorted(offer.probes, key=offer.plan.tokens.index))))
+
+
+def weight_without_the_own_token(offer: Offer, slot: Slot, place: int) -> Fraction:
+    """A further probe's weight taken when its own token has left the tail, too."""
+    if not slot.probe:
+        return slot.weight
+    taken = offer.probes[: slot.probe + 1]
+    left = [weight for token, weight in list(offer.q.items())[offer.plan.lead_tokens :] if token not in taken]
+    return min(slot.weight, sum(left)) if left else slot.weight
+
+
+def draw_with_replacement(plan: SlotPlan, draft: DraftLaw) -> dict[tuple[int, ...], Fraction]:
+    """Two draws from q~, which may agree."""
+    one = draw_one_probe(plan, draft)
+    if plan.num_probes < 2:
+        return one
+    return {(a, b): one[a,] * one[b,] for (a,) in one for (b,) in one}
+
+
+def repeat_its_token(offer: Offer) -> list[Slot]:
+    """The specification's slots, a repeated token standing in two of them."""
+    slots = offer.plan.slots(offer.probes)
+    probes = iter(range(len(offer.probes)))
+    return [Slot(slot.token_id, slot.weight, next(probes) if slot.is_probe else None) for slot in slots]
+
+
+def drop_the_repeat(offer: Offer) -> list[Slot]:
+    """The specification's slots for the distinct tokens that were drawn."""
+    distinct = tuple(dict.fromkeys(offer.probes))
+    return leads_probe_fills(replace(offer, probes=distinct, plan=replace(offer.plan, num_probes=len(distinct))))
+
+
+def law_not_renormalised(q: Law, token: int) -> Law:
+    return {other: mass for other, mass in q.items() if other != token}
+
+
+def target_law_itself(p: Law, stand: Stand) -> Law:
+    return stand.p
+
+
 def ties_by_token(node: Node) -> tuple[Any, ...]:
     return (-node.score, node.token, *total_order(node))
 

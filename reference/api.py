@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from reference.numbers import Number, Vector, check_law, is_exact
+from reference.topology import StaticShape, Topology, canonical_topology, static_shape
+from reference.weights import Weights
 
-Proposal = Literal["rheo", "topk"]
+Proposal = Literal["rheo", "topk", "static"]
 Verification = Literal["rheo", "rrsw"]
 
 GREEDY_TEMPERATURE = 1e-5  # below it a request is greedy: in growth, in verification, everywhere
@@ -31,19 +33,27 @@ class RheoConfig:
 
     Attributes:
         lead_tokens: m, the rheostat: how many of the top tokens stand before the probe. m >= branching means no probe.
+            "auto" takes at every node the m that promises most by ``weights`` (``reference.weights.lead_count``).
         branching: K, the slots of a node.
         depth: how many levels are drafted.
         tree_size: R, the budget: draft nodes kept after global pruning, root not counted.
         beam: how many nodes of a level are expanded; None means ``branching``.
         draft_support: S, how many of the largest draft logits make a law.
-        proposal: "rheo" offers a probe, "topk" never does (EAGLE-2/3).
-        verification: "rheo" tests the probe first, "rrsw" takes siblings in their order in the tree.
+        proposal: "rheo" offers probes, "topk" never does (EAGLE-2/3), "static" grows one fixed topology whose children
+            are all probes (EAGLE-1, Medusa, Sequoia; a chain of them is plain speculative sampling).
+        verification: "rheo" tests the probes first, "rrsw" takes siblings in their order in the tree.
+        probes: how many tokens a node samples, without replacement; fewer where slots or tokens run out.
+        topology: of a static tree, paths of child ranks in level-major order; None for the other proposals.
+            ``RheoConfig.static`` derives everything else from it.
+        weights: calibrated weights for path scores; None for the paper's, q and the proxy.
+        score_threshold: in [0, 1]; a node with a smaller path score is not offered, so the tree may stay below
+            ``tree_size``.
 
     Raises:
-        ValueError: an attribute is out of its range.
+        ValueError: an attribute is out of its range, or the topology is none or contradicts another attribute.
     """
 
-    lead_tokens: int = 1
+    lead_tokens: int | Literal["auto"] = 1
     branching: int = 10
     depth: int = 8
     tree_size: int = 60
@@ -51,20 +61,97 @@ class RheoConfig:
     draft_support: int = 128
     proposal: Proposal = "rheo"
     verification: Verification = "rheo"
+    probes: int = 1
+    topology: Topology | None = None
+    weights: Weights | None = None
+    score_threshold: Number = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("lead_tokens", 0), ("branching", 1), ("depth", 1), ("tree_size", 1), ("draft_support", 1)):
+        counts = {"branching": 1, "depth": 1, "tree_size": 1, "draft_support": 1, "probes": 1}
+        if self.lead_tokens != "auto":
+            counts["lead_tokens"] = 0
+        for name, least in counts.items():
             _check_count(name, getattr(self, name), least)
         if self.beam is not None:
             _check_count("beam", self.beam, 1)
         for name, allowed in (("proposal", get_args(Proposal)), ("verification", get_args(Verification))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+        if self.lead_tokens == "auto" and self.weights is None:
+            raise ValueError('lead_tokens="auto" compares what slots promise, so it needs weights')
+        if not 0 <= self.score_threshold <= 1:
+            raise ValueError(f"score_threshold must lie in [0, 1], got {self.score_threshold}")
+        if self.proposal == "static" and (self.weights is not None or self.score_threshold != 0):
+            raise ValueError("a static tree keeps its whole topology; it takes neither weights nor a score_threshold")
+        self._check_topology()
+
+    def _check_topology(self) -> None:
+        if (self.topology is None) != (self.proposal != "static"):
+            raise ValueError(
+                f'proposal="static" and a topology go together, got {self.proposal!r} and {self.topology}; '
+                "RheoConfig.static makes the configuration of a static tree"
+            )
+        if self.topology is None:
+            return
+        object.__setattr__(self, "topology", canonical_topology(self.topology))
+        for name, value in _static_settings(static_shape(self.topology)).items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, the topology makes it {value}; RheoConfig.static sets it"
+                )
+
+    @classmethod
+    def static(
+        cls,
+        topology: Sequence[Sequence[int]],
+        draft_support: int = 128,
+        verification: Verification = "rheo",
+    ) -> RheoConfig:
+        """The configuration of a static tree: every child sampled without replacement.
+
+        Args:
+            topology: paths of child ranks in any order, EAGLE's and Medusa's ``choices``.
+            draft_support: how many of the largest draft logits make a law.
+            verification: either rule; they agree where there are neither leads nor fills.
+
+        Raises:
+            ValueError: no topology (see ``reference.topology.canonical_topology``).
+        """
+        paths = canonical_topology(topology)
+        return cls(
+            draft_support=draft_support,
+            proposal="static",
+            verification=verification,
+            topology=paths,
+            **_static_settings(static_shape(paths)),
+        )
 
     @property
     def beam_width(self) -> int:
-        """How many nodes of a level are expanded."""
+        """How many nodes of a level are expanded, at most."""
         return self.branching if self.beam is None else self.beam
+
+    @property
+    def fewest_leads(self) -> int:
+        """The least m that a node may have."""
+        return 0 if self.lead_tokens == "auto" else self.lead_tokens
+
+    @property
+    def shape(self) -> StaticShape | None:
+        """The topology's shape; None for a tree that is not static."""
+        return None if self.topology is None else static_shape(self.topology)
+
+
+def _static_settings(shape: StaticShape) -> dict[str, Any]:
+    """What a topology makes of the other settings."""
+    return {
+        "lead_tokens": 0,
+        "branching": shape.branching,
+        "depth": shape.depth,
+        "tree_size": shape.size,
+        "beam": shape.beam,
+        "probes": shape.branching,
+    }
 
 
 def _check_count(name: str, value: object, least: int) -> None:
@@ -164,10 +251,11 @@ def softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
     return weights / weights.sum()
 
 
-def _check_uniforms(name: str, values: ArrayLike, ndim: int) -> NDArray[np.float64]:
+def _check_uniforms(name: str, values: ArrayLike, *ndims: int) -> NDArray[np.float64]:
     array = np.asarray(values, dtype=np.float64)
-    if array.ndim != ndim:
-        raise ValueError(f"{name} must have {ndim} dimension(s), got shape {array.shape}")
+    if array.ndim not in ndims:
+        expected = " or ".join(map(str, ndims))
+        raise ValueError(f"{name} must have {expected} dimension(s), got shape {array.shape}")
     outside = np.argwhere(~((array >= 0) & (array < 1)))
     if outside.size:
         where = tuple(int(i) for i in outside[0])
@@ -180,14 +268,15 @@ class GrowthNoise:
     """Uniforms of the growth of one tree.
 
     Attributes:
-        probe_uniforms: [depth, beam] in [0, 1); entry [l-1, r] draws the probe of the r-th node of the beam that offers
-            level l, the root being [0, 0]. Entries nobody needs are ignored.
+        probe_uniforms: [depth, beam] or [depth, beam, probes] in [0, 1); entry [l-1, r, j] draws the probe j + 1 of the
+            r-th node of the beam that offers level l, the root being [0, 0]. Two dimensions mean one probe. Entries
+            nobody needs are ignored.
     """
 
     probe_uniforms: NDArray[np.float64]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "probe_uniforms", _check_uniforms("probe_uniforms", self.probe_uniforms, 2))
+        object.__setattr__(self, "probe_uniforms", _check_uniforms("probe_uniforms", self.probe_uniforms, 2, 3))
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,7 +284,8 @@ class VerifyNoise:
     """Uniforms of one verification walk, by the tree row where the walk stands (leaves included).
 
     Attributes:
-        accept_uniforms: [tree_size + 1] in [0, 1), the probe's acceptance.
+        accept_uniforms: [tree_size + 1] or [tree_size + 1, probes] in [0, 1), the acceptance of each probe in drawing
+            order; one dimension means one probe.
         residual_uniforms: [tree_size + 1] in [0, 1), the draw of the recovered or bonus token.
         lead_uniforms: [tree_size + 1] in [0, 1), the draw over the leads; used by "rrsw" only.
     """
@@ -206,10 +296,16 @@ class VerifyNoise:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            object.__setattr__(self, item.name, _check_uniforms(item.name, getattr(self, item.name), 1))
-        sizes = {item.name: getattr(self, item.name).size for item in fields(self)}
+            ndims = (1, 2) if item.name == "accept_uniforms" else (1,)
+            object.__setattr__(self, item.name, _check_uniforms(item.name, getattr(self, item.name), *ndims))
+        sizes = {item.name: len(getattr(self, item.name)) for item in fields(self)}
         if len(set(sizes.values())) != 1:
             raise ValueError(f"the three arrays must have one length, got {sizes}")
+
+    @property
+    def accept_by_probe(self) -> NDArray[np.float64]:
+        """[tree_size + 1, probes] ``accept_uniforms`` with their second dimension."""
+        return self.accept_uniforms.reshape(len(self.accept_uniforms), -1)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 Exact when the laws are Fractions, float64 otherwise. The growth below is a second one, written as the proof thinks of
 it: *best first*. Places (parent, slot) wait in a queue in the total order; a probe's token is revealed only when its
-place comes up, and its fills join the queue then. Probes that never come up are never enumerated: they integrate to
-one (lemma 3), which is what makes the enumeration of equivalence classes small enough to run.
+place comes up, and the next probe's place, or the fills, join the queue then. Probes that never come up are never
+enumerated: they integrate to one (lemma 3), which is what makes the enumeration of equivalence classes small enough to
+run.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import numpy as np
 from reference.api import RheoConfig, Verification, VerifyResult
 from reference.growth import Draft, OfferedNode, build_tree
 from reference.numbers import Number, Vector, as_number, check_law
-from reference.slots import plan_slots
-from reference.tree import DraftTree, ProbeLaw
+from reference.slots import SlotPlan, plan_slots
+from reference.tree import DraftTree, ProbeLaw, law_without
 from reference.verification import check_target, residual, without_tokens
 
 Path = tuple[int, ...]
@@ -41,6 +42,7 @@ class Place:
         slot: place among the parent's slots in schedule order.
         parent: the node above; None for the root.
         token_id: the token offered here; None for a probe, whose token is revealed when its place comes up.
+        drawn: for a probe, the tokens of the same node's earlier probes.
     """
 
     negated_score: Number
@@ -49,6 +51,7 @@ class Place:
     slot: int
     parent: OfferedNode | None = field(compare=False)
     token_id: int | None = field(compare=False)
+    drawn: Path = field(compare=False, default=())
 
     @property
     def parent_path(self) -> Path:
@@ -64,7 +67,7 @@ class PrefixTree:
         nodes: N_1, ..., N_r.
         waiting: a heap of places; the first is N_{r+1}'s. Empty when the tree is complete.
         probability: of T_r; the product of q~ over the probes in it (lemma 3).
-        probe_laws: the law of each of these probes, by the parent's path.
+        probe_laws: the law of each of these nodes' first probe, by the parent's path.
     """
 
     nodes: tuple[OfferedNode, ...]
@@ -85,10 +88,20 @@ class PrefixTree:
 class _BestFirst:
     def __init__(self, config: RheoConfig, draft: Draft) -> None:
         self.config = config
-        self.plan = cache(lambda path: plan_slots(config, draft(path)))
+        self._plan_at = cache(lambda path, slots: plan_slots(config, draft(path), slots))
+        shape = config.shape
+        self._inner = {inner: rank for level in shape.inner for rank, inner in enumerate(level)} if shape else {}
+
+    def plan(self, node: OfferedNode | None) -> SlotPlan:
+        """The slots of a node; None is the root."""
+        path, shape = node.path if node else (), self.config.shape
+        if shape is None:
+            return self._plan_at(path, None)
+        slot_path = node.slot_path if node else ()
+        return self._plan_at(path, shape.children[len(path)][self._inner[slot_path]])
 
     def start(self) -> PrefixTree:
-        weight = self.plan(()).weights[0]
+        weight = self.plan(None).weights[0]
         one = weight / weight  # in the arithmetic of the draft's laws
         return PrefixTree((), tuple(self._offer(None, 0)), one, {})
 
@@ -96,8 +109,6 @@ class _BestFirst:
         """One T_{r+1} for each token that the next place may hold."""
         rest = list(prefix.waiting)
         place = heapq.heappop(rest)
-        rank = sum(node.level == place.level for node in prefix.nodes)
-        expanded = rank < self.config.beam_width and place.level < self.config.depth
         full = len(prefix.nodes) + 1 == self.config.tree_size
         for token_id, probability in self._reveal(place):
             is_probe = place.token_id is None
@@ -111,9 +122,10 @@ class _BestFirst:
                 score=-place.negated_score,
             )
             probe_laws = prefix.probe_laws
-            joining = self._offer(node, rank) if expanded else []
+            rank = self._rank(prefix, node)
+            joining = [] if rank is None else self._offer(node, rank)
             if is_probe:
-                joining += self._fills(place, token_id)
+                joining += self._behind(place, token_id)
                 probe_laws = {**probe_laws, place.parent_path: self._probe_law(place)}
             waiting = list(rest)
             for joined in joining:
@@ -125,19 +137,28 @@ class _BestFirst:
                 probe_laws=probe_laws,
             )
 
+    def _rank(self, prefix: PrefixTree, node: OfferedNode) -> int | None:
+        """The node's rank in the beam of its level; None when it is not expanded."""
+        if self.config.topology is not None:
+            return self._inner.get(node.slot_path)
+        rank = sum(other.level == node.level for other in prefix.nodes)
+        return rank if rank < self.config.beam_width and node.level < self.config.depth else None
+
     def _reveal(self, place: Place) -> list[tuple[int, Number]]:
         if place.token_id is not None:
             return [(place.token_id, 1)]
-        return [(token, q) for token, q in zip(*self._probe_law(place), strict=True) if q > 0]
+        token_ids, weights = self.plan(place.parent).law_after(place.drawn)
+        total = weights.sum() if place.drawn else 1
+        return [(token, weight / total) for token, weight in zip(token_ids, weights, strict=True) if weight > 0]
 
     def _probe_law(self, place: Place) -> ProbeLaw:
-        law = self.plan(place.parent_path).probe_law
+        law = self.plan(place.parent).probe_law
         assert law is not None, "only a node with a probe has a place without a token"
         return law
 
     def _offer(self, node: OfferedNode | None, rank: int) -> list[Place]:
-        """The places that expanding ``node`` adds: its leads and its probe; the fills wait for the probe."""
-        plan = self.plan(node.path if node else ())
+        """The places that expanding ``node`` adds: its leads and its first probe; the others wait for its token."""
+        plan = self.plan(node)
         level, score = (node.level + 1, node.score) if node else (1, 1)
         places = [
             Place(-score * plan.weights[slot], level, rank, slot, node, plan.tokens[slot])
@@ -145,15 +166,24 @@ class _BestFirst:
         ]
         if plan.proxy is not None:
             places.append(Place(-score * plan.proxy, level, rank, plan.lead_tokens, node, None))
-        return places
+        return self._worthy(places)
 
-    def _fills(self, probe: Place, token_id: int) -> list[Place]:
-        slots = self.plan(probe.parent_path).slots(token_id)
+    def _worthy(self, places: list[Place]) -> list[Place]:
+        return [place for place in places if -place.negated_score >= self.config.score_threshold]
+
+    def _behind(self, probe: Place, token_id: int) -> list[Place]:
+        """The places that a probe's token adds: the next probe's, or behind the last probe the fills'."""
+        plan, drawn = self.plan(probe.parent), (*probe.drawn, token_id)
         score = probe.parent.score if probe.parent else 1
-        return [
-            Place(-score * slots[slot].weight, probe.level, probe.parent_rank, slot, probe.parent, slots[slot].token_id)
-            for slot in range(probe.slot + 1, len(slots))
-        ]
+
+        def place(weight: Number, slot: int, token: int | None, drawn: Path = ()) -> Place:
+            return Place(-score * weight, probe.level, probe.parent_rank, slot, probe.parent, token, drawn)
+
+        if len(drawn) < plan.num_probes:
+            return self._worthy([place(plan.probe_weight(drawn), probe.slot + 1, None, drawn)])
+        slots = plan.slots(drawn)
+        fills = [place(slots[slot].weight, slot, slots[slot].token_id) for slot in range(probe.slot + 1, len(slots))]
+        return self._worthy(fills)
 
 
 def prefix_trees(config: RheoConfig, draft: Draft) -> Iterator[PrefixTree]:
@@ -226,24 +256,25 @@ def _step_law(tree: DraftTree, row: int, law: Vector, rule: Verification) -> tup
         The children that are entered before the last draw with their probabilities, the probability that it comes to
         the last draw, and the law of that draw, which may still match one of the other children.
     """
-    probe = tree.probe_child(row)
+    probes = tree.probe_children(row)
     entered: dict[int, Number] = {}
     mass: Number = 1
-    if probe is None:
-        return entered, mass, law
-    if rule == "rrsw":
-        leads = [child for child in tree.children(row) if child < probe]
+    if probes and rule == "rrsw":
+        leads = [child for child in tree.children(row) if child < probes[0]]
         if leads:
             tokens = [tree.token_ids[lead] for lead in leads]
             entered = dict(zip(leads, law[tokens], strict=True))
             mass = max(1 - law[tokens].sum(), 0)
             law = without_tokens(law, tokens)
-    token = tree.token_ids[probe]
-    q_probe = dict(zip(*tree.probe_laws[row], strict=True))[token]
-    acceptance = min(law[token] / q_probe, 1)
-    entered[probe] = mass * acceptance
-    mass = mass * (1 - acceptance)
-    return entered, mass, residual(law, tree.probe_laws[row]) if mass > 0 else law
+    probe_law = tree.probe_laws.get(row, ((), law))
+    for probe in probes:
+        token = tree.token_ids[probe]
+        q_probe = probe_law[1][probe_law[0].index(token)]
+        acceptance = min(law[token] / q_probe, 1)
+        entered[probe] = mass * acceptance
+        mass = mass * (1 - acceptance)
+        law, probe_law = residual(law, probe_law) if mass > 0 else law, law_without(probe_law, token)
+    return entered, mass, law
 
 
 def output_law(config: RheoConfig, draft: Draft, target: Target, horizon: int) -> OutputLaw:

@@ -1,17 +1,21 @@
-"""Growth of one draft tree: level by level, the best of a level expanded, the best of all kept."""
+"""Growth of one draft tree: level by level, the best of a level expanded, the best of all kept.
+
+A static tree grows in the same way. Its weights are all 1, so the order is level by level; what is expanded is not the
+best of a level but what the topology says.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from reference.api import DraftLaw, GrowthNoise, Margin, RheoConfig
 from reference.numbers import Number, log
-from reference.slots import SlotPlan, draw_probe, plan_slots
+from reference.slots import SlotPlan, draw_probes, plan_slots
 from reference.tree import DraftTree, ProbeLaw
 
 Draft = Callable[[tuple[int, ...]], DraftLaw]  # path, the tokens below the root -> the draft's law after it
-ChooseProbe = Callable[[SlotPlan, int, int], int | None]  # (plan, level it offers, rank in its beam) -> token
+ChooseProbes = Callable[[SlotPlan, int, int], Sequence[int]]  # (plan, level it offers, rank in its beam) -> tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +28,7 @@ class OfferedNode:
         level: 1 for the root's children.
         parent_rank: the parent's rank in its beam.
         slot: place among the parent's slots.
-        is_probe: whether it is its parent's sampled token.
+        is_probe: whether its token was sampled.
         score: path score.
     """
 
@@ -35,6 +39,11 @@ class OfferedNode:
     slot: int
     is_probe: bool
     score: Number
+
+    @property
+    def slot_path(self) -> tuple[int, ...]:
+        """Slots from below the root, its own included: which node of a topology it is."""
+        return (*(self.parent.slot_path if self.parent else ()), self.slot)
 
 
 def order_key(node: OfferedNode) -> tuple[Number, int, int, int]:
@@ -48,7 +57,7 @@ def grow_tree(config: RheoConfig, draft: Draft, noise: GrowthNoise, margins: lis
     Args:
         config: the tree's shape.
         draft: path below the root -> the draft's law there; called once per expanded node.
-        noise: ``probe_uniforms`` of at least [depth, beam].
+        noise: ``probe_uniforms`` of at least [depth, beam], or [depth, beam, probes].
         margins: when a list is given, receives one record per float decision.
 
     Returns:
@@ -57,41 +66,51 @@ def grow_tree(config: RheoConfig, draft: Draft, noise: GrowthNoise, margins: lis
     Raises:
         ValueError: too few uniforms, or an invalid law.
     """
-    needed = (config.depth, config.beam_width)
     have = noise.probe_uniforms.shape
-    if have[0] < needed[0] or have[1] < needed[1]:
-        raise ValueError(f"probe_uniforms has shape {have}; depth and beam need at least {needed}")
+    uniforms = noise.probe_uniforms if len(have) == 3 else noise.probe_uniforms[:, :, None]
+    names, needed = ("depth", "beam", "probes"), (config.depth, config.beam_width, config.probes)
+    if any(got < least for got, least in zip(uniforms.shape, needed, strict=True)):
+        dims = len(have) if config.probes == 1 else 3
+        listed = ", ".join(names[: dims - 1]) + f" and {names[dims - 1]}"
+        raise ValueError(f"probe_uniforms has shape {have}; {listed} need at least {needed[:dims]}")
 
-    def choose(plan: SlotPlan, level: int, rank: int) -> int | None:
-        return draw_probe(plan, noise.probe_uniforms[level - 1, rank], f"level {level} rank {rank}", margins)
+    def choose(plan: SlotPlan, level: int, rank: int) -> Sequence[int]:
+        return draw_probes(plan, uniforms[level - 1, rank].tolist(), f"level {level} rank {rank}", margins)
 
     return grow_with_probes(config, draft, choose, margins)
 
 
 def grow_with_probes(
-    config: RheoConfig, draft: Draft, choose_probe: ChooseProbe, margins: list[Margin] | None = None
+    config: RheoConfig, draft: Draft, choose_probes: ChooseProbes, margins: list[Margin] | None = None
 ) -> DraftTree:
     """``grow_tree`` with the probes chosen by a function: what the proofs enumerate."""
+    shape = config.shape
     offered: list[OfferedNode] = []
     probe_laws: dict[tuple[int, ...], ProbeLaw] = {}
-    beam: list[OfferedNode | None] = [None]  # the root
+    beam: dict[int, OfferedNode | None] = {0: None}  # by rank; the root
     for level in range(1, config.depth + 1):
         offered_here: list[OfferedNode] = []
-        for rank, node in enumerate(beam):
+        for rank, node in beam.items():
             path = node.path if node else ()
-            plan = plan_slots(config, draft(path))
-            slots = plan.slots(choose_probe(plan, level, rank))
+            plan = plan_slots(config, draft(path), shape.children[level - 1][rank] if shape else None)
+            slots = plan.slots(choose_probes(plan, level, rank))
             if plan.probe_law is not None:
                 probe_laws[path] = plan.probe_law
             score = node.score if node else 1
             offered_here += [
                 OfferedNode((*path, slot.token_id), node, level, rank, index, slot.is_probe, score * slot.weight)
                 for index, slot in enumerate(slots)
+                if score * slot.weight >= config.score_threshold
             ]
         offered += offered_here
-        if level < config.depth:
+        if level == config.depth:
+            break
+        if shape:
+            there = {node.slot_path: node for node in offered_here}
+            beam = {rank: there[inner] for rank, inner in enumerate(shape.inner[level]) if inner in there}
+        else:
             ranking = sorted(offered_here, key=order_key)
-            beam = list(ranking[: config.beam_width])
+            beam = dict(enumerate(ranking[: config.beam_width]))
             _record_order(ranking, range(1, config.beam_width + 1), f"beam of level {level}", margins)
     ranking = sorted(offered, key=order_key)
     _record_order(ranking, range(config.tree_size, config.tree_size + 1), "budget", margins)

@@ -3,11 +3,12 @@
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A request's random numbers
 are a pure function of its seed and of where they are used:
 
-    key = (seed low word, seed high word)        counter = (node, step, purpose, 0)
+    key = (seed low word, seed high word)        counter = (node, step, purpose, draw)
 
 ``step`` counts the request's own steps, step 0 being the token drawn from the prompt. ``node`` is
-``(level - 1) * beam + rank`` in growth and the tree row in verification. Probe and accept uniforms have 24 bits, so
-that a float32 holds them exactly; draws over the whole vocabulary have 53.
+``(level - 1) * beam + rank`` in growth and the tree row in verification. ``draw`` counts a node's probes, the first
+being 0, and is 0 wherever there is one number per node. Probe and accept uniforms have 24 bits, so that a float32 holds
+them exactly; draws over the whole vocabulary have 53.
 """
 
 from __future__ import annotations
@@ -71,17 +72,18 @@ def check_seed(seed: int) -> tuple[int, int]:
     return int(seed) & 0xFFFFFFFF, int(seed) >> 32
 
 
-def _words(seed: int, step: int, purpose: Purpose, nodes: int) -> NDArray[np.uint32]:
+def _words(seed: int, step: int, purpose: Purpose, nodes: int, draw: int = 0) -> NDArray[np.uint32]:
     counter = np.zeros((nodes, 4), dtype=np.uint64)
     counter[:, 0] = np.arange(nodes)
     counter[:, 1] = step
     counter[:, 2] = int(purpose)
+    counter[:, 3] = draw
     return philox4x32(counter, check_seed(seed))
 
 
-def uniforms24(seed: int, step: int, purpose: Purpose, nodes: int) -> NDArray[np.float64]:
+def uniforms24(seed: int, step: int, purpose: Purpose, nodes: int, draw: int = 0) -> NDArray[np.float64]:
     """[nodes] uniforms in [0, 1), multiples of 2**-24: ``(word0 >> 8) * 2**-24``."""
-    return (_words(seed, step, purpose, nodes)[:, 0] >> np.uint32(8)).astype(np.float64) * 2.0**-24
+    return (_words(seed, step, purpose, nodes, draw)[:, 0] >> np.uint32(8)).astype(np.float64) * 2.0**-24
 
 
 def uniforms53(seed: int, step: int, purpose: Purpose, nodes: int) -> NDArray[np.float64]:
@@ -90,15 +92,22 @@ def uniforms53(seed: int, step: int, purpose: Purpose, nodes: int) -> NDArray[np
     return (((words[:, 0] << np.uint64(32)) | words[:, 1]) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def growth_noise(seed: int, step: int, depth: int, beam: int) -> GrowthNoise:
-    """The probe uniforms of one request at one step; shape [depth, beam]."""
-    return GrowthNoise(uniforms24(seed, step, Purpose.PROBE, depth * beam).reshape(depth, beam))
+def growth_noise(seed: int, step: int, depth: int, beam: int, probes: int = 1) -> GrowthNoise:
+    """The probe uniforms of one request at one step; shape [depth, beam], or [depth, beam, probes] for several."""
+    uniforms = _per_probe(seed, step, Purpose.PROBE, depth * beam, probes)
+    return GrowthNoise(uniforms.reshape(depth, beam, *uniforms.shape[1:]))
 
 
-def verify_noise(seed: int, step: int, rows: int) -> VerifyNoise:
+def verify_noise(seed: int, step: int, rows: int, probes: int = 1) -> VerifyNoise:
     """The verification uniforms of one request at one step, for a tree of ``rows`` rows (root included)."""
     return VerifyNoise(
-        accept_uniforms=uniforms24(seed, step, Purpose.ACCEPT, rows),
+        accept_uniforms=_per_probe(seed, step, Purpose.ACCEPT, rows, probes),
         residual_uniforms=uniforms53(seed, step, Purpose.RESIDUAL, rows),
         lead_uniforms=uniforms53(seed, step, Purpose.LEAD, rows),
     )
+
+
+def _per_probe(seed: int, step: int, purpose: Purpose, nodes: int, probes: int) -> NDArray[np.float64]:
+    """[nodes], or [nodes, probes] for several probes."""
+    columns = [uniforms24(seed, step, purpose, nodes, draw) for draw in range(probes)]
+    return columns[0] if probes == 1 else np.stack(columns, axis=1)

@@ -1,12 +1,13 @@
-"""The slots of one node: leads, probe, fills, and the two identities of the probe.
+"""The slots of one node: leads, probes, fills, and the two identities of a probe.
 
-Everything except the probe's token is a function of the draft's law, so it is *planned* first (``plan_slots``); the
-probe is drawn next (``draw_probe``) and the slots follow (``SlotPlan.slots``). That split is what the proof needs: a
+Everything except the probes' tokens is a function of the draft's law, so it is *planned* first (``plan_slots``); the
+probes are drawn next (``draw_probes``) and the slots follow (``SlotPlan.slots``). That split is what the proof needs: a
 probe's weight and place are known before its token is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +15,14 @@ import numpy as np
 from reference.api import DraftLaw, Margin, RheoConfig, softmax
 from reference.numbers import Number, Vector, inverse_cdf
 from reference.tree import ProbeLaw
+from reference.weights import Curve, lead_count
+
+Weigh = Callable[[Vector, Number], Number]
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One child offered at a node: its token, its weight in path scores, and whether it is the probe."""
+    """One child offered at a node: its token, its weight in path scores, and whether it is a probe."""
 
     token_id: int
     weight: Number
@@ -27,62 +31,131 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class SlotPlan:
-    """What the slots of a node are, up to the probe's token.
+    """What the slots of a node are, up to the probes' tokens.
 
     Attributes:
         tokens: x_1, x_2, ...: all tokens with q > 0, by q, ties by lower token id.
-        weights: q of each of them.
-        num_slots: min(K, number of ranked tokens).
+        weights: of each of them as a lead: q, or its chance by calibrated curves; in a static tree all 1.
+        fill_weights: of each of them as a fill, before the cap at the probes'.
+        masses: of each of them, what a probe's weight adds up over the tail: q, or with calibrated curves the mass at
+            the request's temperature.
+        num_slots: min(K, number of ranked tokens); in a static tree no more than there are tokens to sample.
         lead_tokens: how many of the slots are leads; all of them when there is no probe.
-        probe_law: (token ids in rank order, q~); None when there is no probe.
-        proxy: the probe's weight in path scores; None when there is no probe.
+        num_probes: how many of the slots are probes.
+        probe_law: (token ids in rank order, q~), the law of the first probe; None when there is no probe.
+        ceiling: what the first probe's weight may not exceed.
+        weigh: the rule for a probe's weight, from the masses left in its tail and the weight it may not exceed.
     """
 
     tokens: tuple[int, ...]
     weights: tuple[Number, ...]
+    fill_weights: tuple[Number, ...]
+    masses: tuple[Number, ...]
     num_slots: int
     lead_tokens: int
+    num_probes: int
     probe_law: ProbeLaw | None
-    proxy: Number | None
+    ceiling: Number
+    weigh: Weigh
 
-    def slots(self, probe_token: int | None = None) -> list[Slot]:
-        """The node's slots in schedule order: leads, probe, fills.
+    @property
+    def proxy(self) -> Number | None:
+        """The first probe's weight in path scores; None when there is no probe."""
+        return None if self.probe_law is None else self.probe_weight(())
+
+    def slots(self, probe_tokens: Sequence[int] = ()) -> list[Slot]:
+        """The node's slots in schedule order: leads, probes, fills.
 
         Args:
-            probe_token: the token drawn from ``probe_law``; None exactly when there is no probe.
+            probe_tokens: the ``num_probes`` tokens drawn, in drawing order.
+
+        Raises:
+            ValueError: another number of tokens.
         """
-        if (self.probe_law is None) != (probe_token is None):
-            raise ValueError(
-                f"probe_token is {probe_token}, but this node has {'no' if self.probe_law is None else 'a'} probe"
-            )
-        ranked = [Slot(token, weight, False) for token, weight in zip(self.tokens, self.weights, strict=True)]
-        if probe_token is None or self.proxy is None:
-            return ranked[: self.num_slots]
-        leads = ranked[: self.lead_tokens]
-        fills = [slot for slot in ranked[self.lead_tokens :] if slot.token_id != probe_token]
-        return [*leads, Slot(probe_token, self.proxy, True), *fills][: self.num_slots]
+        if len(probe_tokens) != self.num_probes:
+            raise ValueError(f"probe_tokens are {list(probe_tokens)}, but this node has {self.num_probes} probe(s)")
+        m = self.lead_tokens
+        leads = [Slot(token, weight, False) for token, weight in zip(self.tokens[:m], self.weights[:m], strict=True)]
+        probes = [Slot(token, self.probe_weight(probe_tokens[:j]), True) for j, token in enumerate(probe_tokens)]
+        # Whatever the last probe's token is, its fills come behind it.
+        fills = [
+            Slot(token, min(weight, probes[-1].weight) if probes else weight, False)
+            for token, weight in zip(self.tokens[m:], self.fill_weights[m:], strict=True)
+            if token not in probe_tokens
+        ]
+        return [*leads, *probes, *fills][: self.num_slots]
+
+    def probe_weight(self, drawn: Sequence[int]) -> Number:
+        """The weight of the probe that is drawn after the probes ``drawn``: a function of their tokens, not of its own.
+
+        It stands for the tail that they left, see ``proxy_weight`` and ``worth``.
+        """
+        tail = zip(self.tokens[self.lead_tokens :], self.masses[self.lead_tokens :], strict=True)
+        left = np.array([mass for token, mass in tail if token not in drawn])
+        return self.weigh(left, self.probe_weight(drawn[:-1]) if drawn else self.ceiling)
+
+    def law_after(self, drawn: Sequence[int]) -> ProbeLaw:
+        """The weights that draw the next probe: q~ with the tokens drawn so far at zero, not renormalised."""
+        assert self.probe_law is not None, "this node has no probe"
+        token_ids, probabilities = self.probe_law
+        if not drawn:
+            return self.probe_law
+        left = probabilities.copy()
+        for token in drawn:
+            left[token_ids.index(token)] *= 0
+        return token_ids, left
 
 
-def plan_slots(config: RheoConfig, law: DraftLaw) -> SlotPlan:
-    """Plan the slots of one node (docs/algorithm.md, "Slots of one node")."""
+def plan_slots(config: RheoConfig, law: DraftLaw, slots: int | None = None) -> SlotPlan:
+    """Plan the slots of one node (docs/algorithm.md, "Slots of one node").
+
+    Args:
+        config: the tree's shape.
+        law: the draft's law at the node.
+        slots: how many children a static tree gives the node; None is ``config.branching``.
+    """
     ranked = law.ranked_tokens()
+    static = config.proposal == "static"
     q = law.construction[ranked]
-    num_slots = min(config.branching, ranked.size)
-    lead_tokens = config.lead_tokens
+    one = q[0] / q[0]
+    num_slots = min(config.branching if slots is None else slots, ranked.size)
+    lead_tokens = config.lead_tokens if isinstance(config.lead_tokens, int) else num_slots
+    if config.weights is None:
+        masses = q / q if static else q
+        weights = fill_weights = tuple(masses)
+        weigh: Weigh = proxy_weight
+        ceiling = masses[max(lead_tokens, 1) - 1 : max(lead_tokens, 1)].min(initial=one)
+    else:
+        curves = config.weights.at(0.0 if law.sampling is None else law.temperature)
+        masses = q if law.sampling is None else law.sampling[ranked]
+        weights, fill_weights = tuple(map(curves.lead, masses)), tuple(map(curves.fill, masses))
+        ceiling, weigh = one, worth(curves.probe)
+        if config.lead_tokens == "auto" and law.sampling is not None:
+            drawable = [mass for mass in masses if mass > 0]
+            lead_tokens = lead_count(curves, drawable, num_slots)
+        # rrsw verifies siblings in the total order, so there the leads have to stay before the probe.
+        if config.verification == "rrsw" and lead_tokens:
+            ceiling = min(weights[:lead_tokens])
 
-    probe_law, proxy = None, None
-    if config.proposal == "rheo" and lead_tokens < min(config.branching, ranked.size):
+    probe_law, num_probes = None, 0
+    if config.proposal != "topk" and lead_tokens < num_slots:
         probabilities = tail_law(law, ranked[lead_tokens:])
         if probabilities is not None:
+            possible = int((probabilities > 0).sum())
+            num_slots = min(num_slots, possible) if static else num_slots
+            num_probes = min(config.probes, num_slots - lead_tokens, possible)
             probe_law = (tuple(int(token) for token in ranked[lead_tokens:]), probabilities)
-            proxy = proxy_weight(q, lead_tokens)
     return SlotPlan(
         tokens=tuple(int(token) for token in ranked),
-        weights=tuple(q),
+        weights=weights,
+        fill_weights=fill_weights,
+        masses=tuple(masses),
         num_slots=num_slots,
         lead_tokens=num_slots if probe_law is None else lead_tokens,
+        num_probes=num_probes,
         probe_law=probe_law,
-        proxy=proxy,
+        ceiling=ceiling,
+        weigh=weigh,
     )
 
 
@@ -100,29 +173,44 @@ def tail_law(law: DraftLaw, tail: np.ndarray) -> Vector | None:
     return mass / total if total > 0 else None
 
 
-def proxy_weight(q: Vector, lead_tokens: int) -> Number:
-    """The probe's weight: min(q(x_m), z), z the mass behind the leads; for m = 0 q(x_1).
+def proxy_weight(tail: Vector, ceiling: Number) -> Number:
+    """A probe's weight by the paper: min(q(x_m), z), z the mass of its tail; for later probes min(the one before, z).
 
-    The clamp into [q(x_{m+1}), q(x_m)] holds exactly anyway and guards the float sum z against its rounding.
+    Args:
+        tail: q of the tokens it may be, the best first.
+        ceiling: q(x_m), for m = 0 q(x_1); for later probes the weight of the one before.
+
+    The clamp below, at the best token's q, keeps every fill behind it.
     """
-    ceiling = q[max(lead_tokens, 1) - 1]
-    tail_mass = q[lead_tokens:].sum()
-    return max(q[lead_tokens], min(ceiling, tail_mass))
+    return max(tail[0], min(ceiling, tail.sum()))
 
 
-def draw_probe(plan: SlotPlan, uniform: float, where: str = "", margins: list[Margin] | None = None) -> int | None:
-    """Draw the probe's token from q~ by inverse CDF in rank order; None when the node has no probe.
+def worth(chance: Curve) -> Weigh:
+    """A probe's weight by a calibrated curve: the chance by its tail's mass, not above the ceiling."""
+
+    def weigh(tail: Vector, ceiling: Number) -> Number:
+        mass = tail.sum()
+        return min(ceiling, chance(min(mass, mass / mass)))
+
+    return weigh
+
+
+def draw_probes(
+    plan: SlotPlan, uniforms: Sequence[float], where: str = "", margins: list[Margin] | None = None
+) -> tuple[int, ...]:
+    """Draw the probes' tokens without replacement, each by inverse CDF in rank order; empty when there is no probe.
 
     Args:
         plan: the node's slots.
-        uniform: in [0, 1).
-        where: how the margin record names the node.
-        margins: receives the draw's margin.
+        uniforms: in [0, 1), one for each probe; further ones are ignored.
+        where: how the margin records name the node.
+        margins: receives the draws' margins.
     """
-    if plan.probe_law is None:
-        return None
-    token_ids, probabilities = plan.probe_law
-    index, margin = inverse_cdf(probabilities, uniform)
-    if margins is not None:
-        margins.append(Margin("draw", margin, where))
-    return token_ids[index]
+    drawn: tuple[int, ...] = ()
+    for uniform in uniforms[: plan.num_probes]:
+        token_ids, weights = plan.law_after(drawn)
+        index, margin = inverse_cdf(weights, uniform)
+        if margins is not None:
+            margins.append(Margin("draw", margin, where))
+        drawn = (*drawn, token_ids[index])
+    return drawn

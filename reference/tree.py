@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +11,15 @@ import numpy as np
 from reference.numbers import Number, Vector, check_law
 
 ProbeLaw = tuple[tuple[int, ...], Vector]  # token ids in rank order, and q~ over them
+
+
+def law_without(law: ProbeLaw, token_id: int) -> ProbeLaw:
+    """q~ once a token was drawn from it: what is left, renormalised by its sum; all zero when nothing is left."""
+    token_ids, probabilities = law
+    left = probabilities.copy()
+    left[token_ids.index(token_id)] *= 0
+    total = left.sum()
+    return token_ids, left / total if total > 0 else left
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,10 +31,10 @@ class DraftTree:
         parents: [rows] row of the parent, always before the child; -1 for the root.
         depths: [rows] level of the node; 0 for the root.
         slots: [rows] place among the parent's slots in schedule order; 0 for the root.
-        is_probe: [rows] whether the node is its parent's sampled token.
+        is_probe: [rows] whether the node is one of its parent's sampled tokens; these stand in drawing order.
         scores: [rows] path score, in (0, 1]; 1 for the root.
-        probe_laws: for each row whose probe is in the tree, ``(token_ids, q~)``: the law that drew it, which is the law
-            that verifies it.
+        probe_laws: for each row with a probe in the tree, ``(token_ids, q~)``: the law that drew the first probe, which
+            is the law that verifies it. Each further probe has the law that the one before left (``law_without``).
 
     Raises:
         ValueError: naming the row and what is wrong with it.
@@ -61,7 +71,7 @@ class DraftTree:
     def _check_rows(self) -> None:
         seen_tokens: dict[tuple[int, int], int] = {}
         last_slot: dict[int, int] = {}
-        probe_of: dict[int, int] = {}
+        last_probe: dict[int, int] = {}
         for row in range(1, len(self)):
             parent, token, slot, score = self.parents[row], self.token_ids[row], self.slots[row], self.scores[row]
             if token < 0:
@@ -84,8 +94,14 @@ class DraftTree:
                 raise ValueError(
                     f"row {row} has score {score}; it must lie between 0 and its parent's {self.scores[parent]}"
                 )
-            if self.is_probe[row] and probe_of.setdefault(parent, row) != row:
-                raise ValueError(f"rows {probe_of[parent]} and {row} are both the probe of row {parent}")
+            if self.is_probe[row]:
+                before = last_probe.setdefault(parent, row)
+                if before != row and self.slots[before] != slot - 1:
+                    raise ValueError(
+                        f"row {row} is a probe in slot {slot}, row {before} the probe before it in slot "
+                        f"{self.slots[before]}; a node's probes have neighbouring slots"
+                    )
+                last_probe[parent] = row
 
     def _checked_probe_laws(self) -> dict[int, ProbeLaw]:
         with_probe = {self.parents[row] for row in range(1, len(self)) if self.is_probe[row]}
@@ -100,6 +116,7 @@ class DraftTree:
             if len(token_ids) != probabilities.size or len(set(token_ids)) != len(token_ids) or min(token_ids) < 0:
                 raise ValueError(f"probe_laws[{parent}] needs one probability for each of distinct token ids >= 0")
             mass = dict(zip(token_ids, probabilities, strict=True))
+            first = min(self.probe_children(parent))
             for child in self.children(parent):
                 token = self.token_ids[child]
                 if self.is_probe[child]:
@@ -107,8 +124,7 @@ class DraftTree:
                         raise ValueError(
                             f"row {child} is a probe, but probe_laws[{parent}] gives its token {token} no mass"
                         )
-                    break
-                if mass.get(token, 0) > 0:
+                elif child < first and mass.get(token, 0) > 0:
                     raise ValueError(
                         f"row {child} stands before the probe, but probe_laws[{parent}] can draw its token {token}"
                     )
@@ -122,9 +138,19 @@ class DraftTree:
         """Rows of the children of ``row``, in schedule order."""
         return (child for child in range(row + 1, len(self)) if self.parents[child] == row)
 
+    def probe_children(self, row: int) -> tuple[int, ...]:
+        """The rows of the probes of ``row`` that are in the tree, in drawing order."""
+        return tuple(child for child in self.children(row) if self.is_probe[child])
+
     def probe_child(self, row: int) -> int | None:
-        """The row of the probe of ``row``, or None when it is not in the tree."""
-        return next((child for child in self.children(row) if self.is_probe[child]), None)
+        """The row of the first probe of ``row``, or None when it is not in the tree."""
+        return next(iter(self.probe_children(row)), None)
+
+    @property
+    def most_probes(self) -> int:
+        """The most probes that a node has in the tree."""
+        parents = (parent for parent, is_probe in zip(self.parents, self.is_probe, strict=True) if is_probe)
+        return max(Counter(parents).values(), default=0)
 
     def path(self, row: int) -> tuple[int, ...]:
         """Tokens from below the root down to ``row``, itself included; empty for the root."""

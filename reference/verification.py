@@ -1,9 +1,9 @@
 """The verification walk: which drafted tokens are kept, and the token the target adds itself.
 
-Words: a drafted token is *accepted* when the walk goes down to it. At a node whose probe was turned down the next token
-comes from the *residual* law; drawn from there it is the *recovered* token. The token that ends the walk, drawn from
-the target's law or from the residual and not in the tree, is the *bonus* token. The output is the accepted tokens and
-then the bonus token, at least one token in all.
+Words: a drafted token is *accepted* when the walk goes down to it. At a node whose probes were turned down the next
+token comes from the *residual* law; drawn from there it is the *recovered* token. The token that ends the walk, drawn
+from the target's law or from the residual and not in the tree, is the *bonus* token. The output is the accepted tokens
+and then the bonus token, at least one token in all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from reference.api import Margin, Verification, VerifyNoise, VerifyResult
 from reference.numbers import Number, Vector, as_number, check_law, inverse_cdf
-from reference.tree import DraftTree, ProbeLaw
+from reference.tree import DraftTree, ProbeLaw, law_without
 
 
 def verify(
@@ -31,7 +31,7 @@ def verify(
         tree: the draft tree.
         target_probs: [rows, vocab_size] the target's law after each row's path, tempered and filtered; rows sum to one.
         noise: uniforms by tree row, at least one per row.
-        rule: "rheo" tests a node's probe first; "rrsw" its leads, then the probe, then its fills.
+        rule: "rheo" tests a node's probes first; "rrsw" its leads, then the probes, then its fills.
         margins: when a list is given, receives one record per float decision.
 
     Raises:
@@ -41,8 +41,11 @@ def verify(
     if rule not in get_args(Verification):
         raise ValueError(f"rule must be one of {get_args(Verification)}, got {rule!r}")
     laws = check_target(tree, target_probs)
-    if noise.accept_uniforms.size < len(tree):
-        raise ValueError(f"noise has {noise.accept_uniforms.size} rows, the tree has {len(tree)}")
+    if len(noise.accept_uniforms) < len(tree):
+        raise ValueError(f"noise has {len(noise.accept_uniforms)} rows, the tree has {len(tree)}")
+    columns = noise.accept_by_probe.shape[1]
+    if columns < tree.most_probes:
+        raise ValueError(f"accept_uniforms has {columns} column(s), the tree has a node with {tree.most_probes} probes")
 
     emitted: list[int] = []
     accepted: list[int] = []
@@ -61,7 +64,7 @@ def _step(
 ) -> tuple[int, int | None]:
     """One node of the walk: the emitted token, and the child it leads to (None: the walk ends)."""
     children = {tree.token_ids[child]: child for child in tree.children(row)}
-    probe = tree.probe_child(row)
+    probes = tree.probe_children(row)
 
     def draw(weights: Vector, uniform: float) -> int:
         index, margin = inverse_cdf(weights, uniform)
@@ -69,30 +72,30 @@ def _step(
             margins.append(Margin("draw", margin, f"row {row}"))
         return index
 
-    if probe is not None:
-        probe_token = tree.token_ids[probe]
-        if rule == "rrsw":
-            leads = [child for child in children.values() if child < probe]
-            if leads:
-                token = draw(law, noise.lead_uniforms[row])
-                if children.get(token) in leads:
-                    return token, children[token]
-                law = without_tokens(law, [tree.token_ids[lead] for lead in leads])
-        probe_law = tree.probe_laws[row]
-        q_probe = dict(zip(*probe_law, strict=True))[probe_token]
-        accept_uniform = as_number(noise.accept_uniforms[row], law)
+    if probes and rule == "rrsw":
+        leads = [child for child in children.values() if child < probes[0]]
+        if leads:
+            token = draw(law, noise.lead_uniforms[row])
+            if children.get(token) in leads:
+                return token, children[token]
+            law = without_tokens(law, [tree.token_ids[lead] for lead in leads])
+    probe_law = tree.probe_laws.get(row, ((), law))
+    for index, probe in enumerate(probes):
+        token = tree.token_ids[probe]
+        q_probe = probe_law[1][probe_law[0].index(token)]
+        accept_uniform = as_number(noise.accept_by_probe[row, index], law)
         if margins is not None:
-            margins.append(Margin("accept", float(abs(accept_uniform * q_probe - law[probe_token])), f"row {row}"))
-        if accepts(accept_uniform, q_probe, law[probe_token]):
-            return probe_token, probe
-        law = residual(law, probe_law)
-        del children[probe_token]
+            margins.append(Margin("accept", float(abs(accept_uniform * q_probe - law[token])), f"row {row}"))
+        if accepts(accept_uniform, q_probe, law[token]):
+            return token, probe
+        law, probe_law = residual(law, probe_law), law_without(probe_law, token)
+        del children[token]
     token = draw(law, noise.residual_uniforms[row])
     return token, children.get(token)
 
 
 def accepts(accept_uniform: Number, draft_prob: Number, target_prob: Number) -> bool:
-    """Whether the probe is accepted; strict, so that a uniform of exactly 0 never accepts an impossible token."""
+    """Whether a probe is accepted; strict, so that a uniform of exactly 0 never accepts an impossible token."""
     return bool(accept_uniform * draft_prob < target_prob)
 
 

@@ -2,11 +2,15 @@
 
 import typer
 
+from optimized.cli.bench import bench
 from optimized.cli.chat import chat
 from optimized.cli.command import command
 from optimized.cli.demo import demo
 from optimized.cli.generate import generate
 from optimized.cli.info import info
+from optimized.cli.layer import layer
+from optimized.cli.report import report
+from optimized.cli.train import evaluate_head, train_head
 from optimized.cli.tree import tree
 from optimized.cli.verify import verify
 
@@ -20,7 +24,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for function in (demo, generate, chat, tree, verify, info):
+for function in (demo, generate, chat, tree, verify, bench, report, layer, info):
     command(app, function.__name__)(function)
+command(app, "train-head")(train_head)
+command(app, "evaluate-head")(evaluate_head)
 
 __all__ = ["app"]

@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from transformers import GenerationConfig
-
+from optimized.bench.running import hf_generate
 from optimized.decoder import RheoDecoder
 from optimized.sampling_params import SamplingParams
 
@@ -47,7 +45,8 @@ Method = Callable[[str, list[int], SamplingParams], Sample]  # prompt, its token
 
 def decoding_methods(decoder: RheoDecoder) -> dict[str, Method]:
     """The three ways, by name; the second and third differ in ``proposal`` alone."""
-    top_k = RheoDecoder(decoder.target, decoder.drafter, decoder.tokenizer, replace(decoder.config, proposal="topk"))
+    config = replace(decoder.config, proposal="topk", topology=None)
+    top_k = RheoDecoder(decoder.target, decoder.drafter, decoder.tokenizer, config)
     return {BASELINE: _plain(decoder), TOP_K: _speculative(TOP_K, top_k), RHEO: _speculative(RHEO, decoder)}
 
 
@@ -65,27 +64,10 @@ def _speculative(name: str, decoder: RheoDecoder) -> Method:
 
 
 def _plain(decoder: RheoDecoder) -> Method:
-    """The target's own ``generate``, sampling from the same law; torch's generator gets the request's seed."""
-    model, tokenizer = decoder.target.model, decoder.tokenizer
-
     def sample(prompt: str, ids: list[int], params: SamplingParams) -> Sample:
-        how: dict[str, Any] = {"do_sample": False}
-        if not params.greedy:
-            how = {"do_sample": True, "temperature": params.temperature, "top_p": 1.0, "top_k": 0}
-        # A fresh configuration: the checkpoint's own may hold penalties and filters, which would be another law.
-        eos = list(decoder.target.eos_token_ids)
-        config = GenerationConfig(
-            **how, max_new_tokens=params.max_new_tokens, eos_token_id=eos or None, pad_token_id=eos[0] if eos else None
-        )
-        inputs = torch.tensor([ids], device=decoder.target.device)
-        torch.manual_seed(params.resolved_seed())
-        start = time.perf_counter()
-        with torch.inference_mode():
-            output = model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=config)
-        token_ids = tuple(output[0, len(ids) :].tolist())
-        seconds = time.perf_counter() - start
-        text = tokenizer.decode(token_ids, skip_special_tokens=True)
-        return Sample(BASELINE, prompt, text, token_ids, seconds, len(token_ids), len(token_ids))
+        answer = hf_generate(decoder, ids, params)
+        tokens = len(answer.token_ids)
+        return Sample(BASELINE, prompt, answer.text, answer.token_ids, answer.seconds, tokens, tokens)
 
     return sample
 

@@ -54,12 +54,13 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object.", rich_help_panel=OUTPUT)] = False,
 ) -> None:
     """Compare plain decoding, top-K trees and RheoSampling on real text: tokens/s, acceptance length, speed-up."""
+    from optimized.bench.questions import first_turns
     from optimized.sampling_params import SamplingParams
 
     if models.no_draft:
         raise ValueError("--no-draft leaves nothing to compare")
     config = shape.config()
-    prompts = (list(PROMPTS) if prompts_file is None else read_questions(prompts_file))[:limit]
+    prompts = (list(PROMPTS) if prompts_file is None else first_turns(prompts_file))[:limit]
     temperatures = (1.0, 0.0) if temperature is None else (temperature,)
     requests = [SamplingParams(temperature=t, seed=seed, max_new_tokens=max_new_tokens) for t in temperatures]
 
@@ -87,30 +88,6 @@ def demo(
     if as_json:
         record = {"setting": setting(decoder), "config": asdict(config), "temperatures": sections}
         typer.echo(json.dumps(record, ensure_ascii=False, indent=2))
-
-
-def read_questions(path: Path) -> list[str]:
-    """The first turn of every line of a ``question.jsonl``: {"question_id": ..., "category": ..., "turns": [...]}.
-
-    Raises:
-        ValueError: a line is not of that form; it is named.
-    """
-    prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            question = json.loads(line)
-        except ValueError:
-            question = None
-        match question:
-            case {"turns": [str(first), *_]}:
-                prompts.append(first)
-            case _:
-                raise ValueError(f'{path}, line {number}: expected a JSON object with "turns": ["..."]')
-    if not prompts:
-        raise ValueError(f"{path} holds no prompts")
-    return prompts
 
 
 def run_all(
@@ -150,7 +127,7 @@ def show_texts(samples: list[Sample]) -> None:
 def show_summary(samples: list[Sample], params: SamplingParams) -> None:
     """The table of one temperature."""
     from optimized.cli.comparison import RHEO, same_tokens, summary
-    from optimized.cli.report import number
+    from optimized.cli.metrics import number
 
     table = Table("method", title=f"\ntemperature {params.temperature:g}", title_justify="left", title_style="bold")
     for column in ("tokens", "tokens/s", "tau", "speed-up"):

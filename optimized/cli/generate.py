@@ -79,14 +79,14 @@ def show_text(index: int, prompt: str, result: GenerationResult) -> None:
 
 def show_json(prompt: str, result: GenerationResult) -> None:
     """One result as a line of JSON."""
-    from optimized.cli.report import result_json
+    from optimized.cli.metrics import result_json
 
     typer.echo(json.dumps({"prompt": prompt, **result_json(result)}, ensure_ascii=False))
 
 
 def show_metrics(results: list[GenerationResult], batch_size: int) -> None:
     """One table for all results, on standard error: the text stays alone on standard output."""
-    from optimized.cli.report import metrics_table
+    from optimized.cli.metrics import metrics_table
     from optimized.outputs import Metrics
 
     measured = [result.metrics for result in results]

@@ -75,7 +75,7 @@ class TreeOptions:
 
     lead_tokens: Annotated[
         int, Option("--lead-tokens", "-m", help="The rheostat: top tokens before the probe.", rich_help_panel=TREE)
-    ] = RheoConfig.lead_tokens
+    ] = 1
     branching: Annotated[int, Option(help="Slots of a node.", rich_help_panel=TREE)] = RheoConfig.branching
     depth: Annotated[int, Option(help="Levels drafted.", rich_help_panel=TREE)] = RheoConfig.depth
     tree_size: Annotated[int, Option(help="Draft nodes kept per step.", rich_help_panel=TREE)] = RheoConfig.tree_size
@@ -86,20 +86,36 @@ class TreeOptions:
     draft_support: Annotated[int, Option("--support", help="Draft logits kept per node.", rich_help_panel=TREE)] = (
         RheoConfig.draft_support
     )
-    proposal: Annotated[Proposal, Option(help="topk never samples a probe (EAGLE-3).", rich_help_panel=TREE)] = (
-        RheoConfig.proposal
-    )
+    proposal: Annotated[
+        Proposal,
+        Option(help="topk never samples a probe (EAGLE-3), static samples every child.", rich_help_panel=TREE),
+    ] = RheoConfig.proposal
     verification: Annotated[
         Verification, Option(help="rheo tests the probe first, rrsw in tree order.", rich_help_panel=TREE)
     ] = RheoConfig.verification
+    probes: Annotated[int, Option(help="Tokens sampled per node.", rich_help_panel=TREE)] = RheoConfig.probes
+    topology: Annotated[
+        Path | None,
+        Option(
+            help="JSON list of paths of child ranks: the shape of --proposal static, in place of the others.",
+            rich_help_panel=TREE,
+        ),
+    ] = None
 
     def config(self) -> RheoConfig:
         """The trees' shape.
 
         Raises:
-            ValueError: a value is out of its range.
+            ValueError: a value is out of its range, the topology's file holds none, or it and the proposal do not go
+                together.
         """
-        return RheoConfig(**vars(self))
+        if (self.topology is None) != (self.proposal != "static"):
+            raise ValueError("--proposal static and --topology go together: give both or neither")
+        if self.topology is None:
+            return RheoConfig(**vars(self))
+        from optimized.static_trees import read_topology
+
+        return RheoConfig.static(read_topology(self.topology), self.draft_support, self.verification)
 
 
 @dataclass(frozen=True)
@@ -139,8 +155,8 @@ class ModelOptions:
         Raises:
             ValueError: no such model, options that contradict each other, or a backend that cannot run here.
         """
-        _check_exists("--target", self.target)
-        _check_exists("--draft", self.draft)
+        check_exists("--target", self.target)
+        check_exists("--draft", self.draft)
         draft = self._draft()
         with working("loading the models (the embedded target is converted at its first start, about 20 s)"):
             import torch
@@ -170,7 +186,7 @@ class ModelOptions:
         return self.draft or EMBEDDED
 
 
-def _check_exists(option: str, name: str | None) -> None:
+def check_exists(option: str, name: str | None) -> None:
     if name is None or name == EMBEDDED or Path(name).is_dir():
         return
     if Path(name).exists():

@@ -335,7 +335,7 @@ def batched_record(check: BatchedCheck) -> dict[str, Any]:
 
 def pair_record(check: PairCheck, prompt: str, text_of: Callable[[Block], str]) -> dict[str, Any]:
     """The models' test as plain JSON values."""
-    from optimized.cli.report import metrics_json
+    from optimized.cli.metrics import metrics_json
 
     blocks = sorted(check.law.keys() | check.counts.keys(), key=lambda block: -check.law.get(block, 0.0))
     return {

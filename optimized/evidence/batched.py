@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from optimized.sampling_params import SamplingParams
 from optimized.verification import VerifyBatch
 from reference.api import Proposal, RheoConfig, Verification
 from reference.statistics import holm
+from reference.topology import Topology
 
 CHUNK = 12_000  # requests per batch
 SEEDS_PER_CASE = 2**40
@@ -27,13 +29,20 @@ PLAIN = SamplingParams()
 
 
 @dataclass(frozen=True)
+class StaticTree:
+    """A case's shape: paths of child ranks."""
+
+    topology: Topology
+
+
+@dataclass(frozen=True)
 class MarkovCase:
     """One batch after the other of the same mixture of requests.
 
     Attributes:
         name: what makes the draft hard to be lossless with.
         draft: how its logits follow from the target's, see ``draft_logits``.
-        shape: (m, K, R, beam); every tree is three levels deep.
+        shape: (m, K, R, beam), every tree three levels deep; or a static tree, the same under every rule.
         params: the requests' parameters, in turn.
         vocab_size, order, scale: of the target; its logits are normal with this standard deviation.
         config: anything else that is not the default.
@@ -41,12 +50,12 @@ class MarkovCase:
 
     name: str
     draft: str
-    shape: tuple[int, int, int, int]
+    shape: tuple[int, int, int, int] | StaticTree
     params: tuple[SamplingParams, ...]
     vocab_size: int = 8
     order: int = 1
     scale: float = 1.5
-    config: dict[str, int] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
 
     def model(self) -> MarkovModel:
         """The case's models, a function of its name."""
@@ -61,9 +70,11 @@ class MarkovCase:
 
     def rheo_config(self, rule: Rule) -> RheoConfig:
         """The trees' shape under one of ``RULES``."""
+        verification: Verification = "rrsw" if rule == "rrsw" else "rheo"
+        if isinstance(self.shape, StaticTree):
+            return RheoConfig.static(self.shape.topology, verification=verification, **self.config)
         m, branching, size, beam = self.shape
         proposal: Proposal = "topk" if rule == "topk" else "rheo"
-        verification: Verification = "rrsw" if rule == "rrsw" else "rheo"
         return RheoConfig(m, branching, BLOCK, size, beam, proposal=proposal, verification=verification, **self.config)
 
 
@@ -97,6 +108,7 @@ COOL, COLD, HOT = (SamplingParams(temperature=temperature) for temperature in (0
 GREEDY = SamplingParams(temperature=0.0)
 TOP_K, TOP_P, MIN_P = SamplingParams(top_k=3), SamplingParams(top_p=0.8), SamplingParams(min_p=0.15)
 ALL_FILTERS = SamplingParams(temperature=1.5, top_k=6, top_p=0.95, min_p=0.05)
+STATIC = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 
 CASES = (
     MarkovCase("opposite rankings, m = 0", "opposite", (0, 2, 4, 2), (PLAIN, COOL, COLD)),
@@ -107,6 +119,8 @@ CASES = (
     MarkovCase("small draft vocabulary", "small vocabulary", (0, 3, 5, 1), (PLAIN, TOP_P)),
     MarkovCase("two tokens of memory", "noisy", (1, 3, 6, 2), (PLAIN, MIN_P), order=2),
     MarkovCase("cut support of 5 in 17", "noisy", (1, 3, 6, 1), (COOL, COLD), 17, 1, 2.5, {"draft_support": 5}),
+    MarkovCase("two probes per node", "opposite", (1, 4, 6, 1), (PLAIN, COOL), config={"probes": 2}),
+    MarkovCase("static tree", "opposite", STATIC, (PLAIN, COOL, GREEDY)),
 )
 
 

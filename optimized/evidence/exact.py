@@ -101,7 +101,7 @@ def summarise(checks: Iterable[ExactCheck]) -> list[ExactSummary]:
     """The checks by rule and m."""
     groups: dict[tuple[Rule, int | None], list[ExactCheck]] = {}
     for check in checks:
-        lead_tokens = None if check.rule == "topk" else check.config.lead_tokens
+        lead_tokens = None if check.rule == "topk" else check.config.fewest_leads
         groups.setdefault((check.rule, lead_tokens), []).append(check)
     summaries = []
     for rule, lead_tokens in sorted(groups, key=lambda key: (RULES.index(key[0]), key[1] or 0)):

@@ -109,7 +109,7 @@ def sample_blocks(
     batch = len(seeds)
     device = torch.device("cpu")
     rows = config.tree_size + 1
-    randomness = StepRandomness(list(seeds), config.depth, config.beam_width, rows)
+    randomness = StepRandomness(list(seeds), config.depth, config.beam_width, rows, probes=config.probes)
     asked = [params[b % len(params)] for b in range(batch)]
     laws_of = SamplingBatch.from_params(asked, [()] * batch, model.vocab_size, device=device)
     blocks = torch.full((batch, BLOCK + config.depth + 1), -1)

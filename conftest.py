@@ -1,0 +1,18 @@
+"""For every test: Triton's interpreter where there is no GPU, and NaN in memory that nobody has written.
+
+A kernel that leaves part of its output unwritten then gives NaN (or the largest integer) instead of numbers that happen
+to be right.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, so before any test module is
+
+# Torch fills new tensors in this mode only; where an operation has no deterministic version it warns.
+torch.use_deterministic_algorithms(True, warn_only=True)
+torch.utils.deterministic.fill_uninitialized_memory = True

@@ -1,0 +1,1 @@
+"""Measuring on sets of questions: what ``rheo bench`` runs, what it writes, and what ``rheo report`` makes of it."""

@@ -1,0 +1,243 @@
+"""The run itself: every question by every method, interleaved, row after row into the file."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from optimized.bench.contexts import CommonContexts, ContextValues, choose_positions
+from optimized.bench.methods import GENERATE, PLAIN, SETTING_NAMES, Method
+from optimized.bench.provenance import Provenance
+from optimized.bench.questions import Question, QuestionSet
+from optimized.bench.randomness import derived_seed
+from optimized.bench.rows import Key, Row, RunSettings, crc, key_of
+from optimized.bench.running import Answer, MethodRunner, collector_off
+from optimized.bench.store import RowStore
+from optimized.decoder import RheoDecoder
+from optimized.sampling_params import SamplingParams
+
+WARM_UP_TOKENS = 8
+Progress = Callable[[str], None]  # is told what has been measured, once per row that was still to do
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be measured.
+
+    Attributes:
+        sets: of questions, already cut to those wanted.
+        methods: with their settings.
+        temperatures: of the requests.
+        seeds: of the run.
+        max_new_tokens: per turn.
+        contexts: positions of a text for the expected acceptance length; 0 leaves it out.
+    """
+
+    sets: tuple[QuestionSet, ...]
+    methods: tuple[Method, ...]
+    temperatures: tuple[float, ...]
+    seeds: tuple[int, ...]
+    max_new_tokens: int
+    contexts: int
+
+    def conversations(self) -> Iterator[tuple[int, Question, float, int]]:
+        """(turns before it, question, temperature, seed): every set's first question before any second one, so that a
+        run that is stopped has measured all sets about equally far.
+        """
+        before = 0
+        longest = max(len(one.questions) for one in self.sets)
+        for seed in self.seeds:
+            for place in range(longest):
+                for one in self.sets:
+                    if place < len(one.questions):
+                        for temperature in self.temperatures:
+                            yield before, one.questions[place], temperature, seed
+                            before += len(one.questions[place].turns)
+
+    def keys(self) -> list[Key]:
+        """All keys that a finished file has."""
+        return [
+            key_of(question.set_name, question.question_id, turn, method, temperature, seed)
+            for _, question, temperature, seed in self.conversations()
+            for turn in range(1, len(question.turns) + 1)
+            for method in self.methods
+        ]
+
+
+NOTHING = Answer((), "", "length", 0.0, 0.0, None)  # of a method that was not asked to write
+
+
+class Bench:
+    """Measures a plan.
+
+    Args:
+        decoder: holds the models; its own configuration is not used.
+        plan: what to measure.
+        settings: of the run, as the rows will say them.
+        provenance: of this software, likewise.
+
+    Raises:
+        ValueError: there is no chat template.
+    """
+
+    def __init__(self, decoder: RheoDecoder, plan: Plan, settings: RunSettings, provenance: Provenance) -> None:
+        if not getattr(decoder.tokenizer, "chat_template", None):
+            raise ValueError("questions are conversations; the target's tokenizer has no chat template")
+        self.decoder, self.plan, self.settings, self.provenance = decoder, plan, settings, provenance
+        self.runner = MethodRunner(decoder)
+        self.timed = settings.texts == "timed"
+
+    def run(self, store: RowStore, progress: Progress = lambda what: None) -> int:
+        """Measure every row that the file does not have yet; returns how many these were.
+
+        Raises:
+            ValueError: a question that cannot be asked, say because it is longer than the model's context.
+        """
+        written, warm = 0, False
+        digests = {one.name: one.digest for one in self.plan.sets}
+        with collector_off():
+            for before, question, temperature, seed in self.plan.conversations():
+                if self.timed and not warm and self._missing(question, 1, temperature, seed, store.done):
+                    self.warm_up(question, temperature)
+                    warm = True
+                try:
+                    for row in self.conversation(before, question, temperature, seed, store.done, progress):
+                        store.append(replace(row, questions=digests[question.set_name]))
+                        written += 1
+                except ValueError as error:
+                    raise ValueError(f"set {question.set_name}, question {question.question_id}: {error}") from error
+        return written
+
+    def warm_up(self, question: Question, temperature: float) -> None:
+        """Every method once, for nothing."""
+        prompt = self.decoder.chat_prompt([{"role": "user", "content": question.turns[0]}])
+        params = SamplingParams(temperature=temperature, seed=0, max_new_tokens=WARM_UP_TOKENS)
+        for method in self.plan.methods:
+            self.runner.run(method, prompt, params)
+
+    def conversation(
+        self, before: int, question: Question, temperature: float, seed: int, done: set[Key], progress: Progress
+    ) -> Iterator[Row]:
+        """The missing rows of one conversation, turn by turn; ``before`` turns the methods' order has been rotated."""
+        messages: list[dict[str, str]] = []
+        for turn, message in enumerate(question.turns, 1):
+            if not self._missing(question, turn, temperature, seed, done):
+                return
+            messages.append({"role": "user", "content": message})
+            prompt = self.decoder.chat_prompt(messages)
+            asked = derived_seed(seed, question.set_name, question.question_id, turn)
+            params = SamplingParams(temperature=temperature, seed=asked, max_new_tokens=self.plan.max_new_tokens)
+
+            answers: dict[Method, Answer] = {}
+            places: dict[Method, int] = {}
+            for place, method in enumerate(rotated(self.plan.methods, before + turn - 1)):
+                if key_of(question.set_name, question.question_id, turn, method, temperature, seed) not in done:
+                    gc.collect()  # between the measurements, as it is turned off while they run
+                    answers[method] = self.runner.run(method, prompt, params) if self.timed else NOTHING
+                    places[method] = place
+                    progress(f"{question.set_name} {question.question_id}, {method.label()}")
+            # The common text: what the contexts lie on, and what the conversation goes on with.
+            if not self.plan.contexts and turn == len(question.turns):
+                plain = NOTHING  # nobody needs one
+            else:
+                written = answers.get(Method(PLAIN)) if self.timed else None
+                plain = written or self.runner.run(Method(PLAIN), prompt, params)
+            values = self._at_contexts(list(answers), prompt, plain, temperature, asked)
+            for method, answer in answers.items():
+                where = (question, turn, method, temperature, seed)
+                yield self._row(*where, len(prompt), answer, values[method], places[method])
+            messages.append({"role": "assistant", "content": plain.text})
+
+    def _missing(self, question: Question, first_turn: int, temperature: float, seed: int, done: set[Key]) -> bool:
+        """Whether a row of this or of a later turn is still to do."""
+        return any(
+            key_of(question.set_name, question.question_id, turn, method, temperature, seed) not in done
+            for turn in range(first_turn, len(question.turns) + 1)
+            for method in self.plan.methods
+        )
+
+    def _at_contexts(
+        self, methods: Sequence[Method], prompt: Sequence[int], plain: Answer, temperature: float, seed: int
+    ) -> dict[Method, ContextValues]:
+        """Every method at the common contexts; those without trees emit one token a pass."""
+        positions = choose_positions(len(plain.token_ids), self.plan.contexts, derived_seed(seed, "positions"))
+        values: dict[Method, ContextValues] = {}
+        drafter, contexts = self.decoder.drafter, None
+        for method in methods:
+            config = method.config()
+            if config is None or not positions:
+                values[method] = ContextValues((1.0,) * len(positions), ())
+                continue
+            assert drafter is not None  # `rheo bench` loads one where a method drafts
+            if contexts is None:
+                contexts = CommonContexts(
+                    self.decoder.target, prompt, plain.token_ids, positions, temperature, drafter.feature_layers
+                )
+            values[method] = contexts.measure(drafter, config, derived_seed(seed, "contexts"))
+        return values
+
+    def _row(
+        self,
+        question: Question,
+        turn: int,
+        method: Method,
+        temperature: float,
+        seed: int,
+        prompt_tokens: int,
+        answer: Answer,
+        values: ContextValues,
+        place: int,
+    ) -> Row:
+        counted = answer.metrics
+        phases = None if counted is None else (counted.target_seconds, counted.draft_seconds, counted.sampling_seconds)
+        passes = None if counted is None else counted.target_passes
+        emitted = None if counted is None else counted.emitted_tokens
+        return Row(
+            set_name=question.set_name,
+            question_id=question.question_id,
+            turn=turn,
+            method=method.name,
+            **{name: getattr(method, name) for name in SETTING_NAMES},
+            temperature=temperature,
+            seed=seed,
+            category=question.category,
+            prompt_tokens=prompt_tokens,
+            tokens=len(answer.token_ids),
+            passes=passes,
+            emitted=emitted,
+            tau=emitted / passes if emitted and passes else None,
+            expected_tau=fmean(values.expected_lengths) if values.expected_lengths else None,
+            contexts_used=len(values.expected_lengths),
+            offered_per_level=() if counted is None else tuple(counted.offered_per_level),
+            accepted_per_level=() if counted is None else tuple(counted.accepted_per_level),
+            probes_offered=0 if counted is None else counted.probe_offered,
+            probes_accepted=0 if counted is None else counted.probe_accepted,
+            coverage=fmean(values.coverage) if values.coverage else None,
+            seconds=answer.seconds,
+            tokens_per_second=len(answer.token_ids) / answer.seconds if answer.seconds else 0.0,
+            prompt_seconds=answer.prompt_seconds,
+            target_seconds=None if phases is None else phases[0],
+            draft_seconds=None if phases is None else phases[1],
+            sampling_seconds=None if phases is None else phases[2],
+            other_seconds=None if phases is None else answer.seconds - sum(phases),
+            finish_reason=answer.finish_reason,
+            text_crc=crc(answer.token_ids),
+            place=place,
+            **vars(self.settings),
+            questions="",  # the caller knows the file
+            version=self.provenance.version,
+            commit=self.provenance.commit,
+        )
+
+
+def rotated(methods: Sequence[Method], by: int) -> list[Method]:
+    """The methods, another one first each time, so that none always runs on the machine that the same one left."""
+    by %= len(methods)
+    return [*methods[by:], *methods[:by]]
+
+
+def needs_draft(methods: Sequence[Method]) -> bool:
+    """Whether any of the methods drafts."""
+    return any(method.name not in (PLAIN, GENERATE) for method in methods)

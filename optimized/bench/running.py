@@ -1,0 +1,163 @@
+"""One request by one method, timed; and what disturbs timings held still."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from optimized.bench.methods import GENERATE, PLAIN, Method
+from optimized.decoder import RheoDecoder
+from optimized.outputs import Metrics
+from optimized.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One text and what it took.
+
+    Attributes:
+        token_ids: generated, the end-of-sequence token included.
+        text: "" without a tokenizer.
+        finish_reason: "eos", "stop" or "length".
+        seconds: from the call to its return, the prompt's pass included.
+        prompt_seconds: from the call until the first token was there.
+        metrics: None for ``generate``.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    seconds: float
+    prompt_seconds: float
+    metrics: Metrics | None
+
+
+class MethodRunner:
+    """Runs requests, one at a time, by any method on the same two models.
+
+    Args:
+        decoder: holds target, drafter and tokenizer.
+    """
+
+    def __init__(self, decoder: RheoDecoder) -> None:
+        self.decoder = decoder
+        self._decoders: dict[Method, RheoDecoder] = {}
+
+    def run(self, method: Method, prompt: Sequence[int], params: SamplingParams) -> Answer:
+        """One request.
+
+        Args:
+            method: see ``optimized.bench.methods``.
+            prompt: token ids.
+            params: with a seed; ``generate`` takes temperature, seed and length from it.
+        """
+        if method.name == GENERATE:
+            return hf_generate(self.decoder, prompt, params)
+        decoder = self._decoder(method)
+        _wait(self.decoder.target.device)
+        start = time.perf_counter()
+        first, result = 0.0, None
+        for event in decoder.stream([list(prompt)], params):
+            first = first or time.perf_counter() - start
+            result = event.result
+        seconds = time.perf_counter() - start
+        assert result is not None  # the last event carries it, or stream raises
+        return Answer(result.token_ids, result.text, result.finish_reason, seconds, first, result.metrics)
+
+    def _decoder(self, method: Method) -> RheoDecoder:
+        if method not in self._decoders:
+            drafter = None if method.name == PLAIN else self.decoder.drafter
+            if drafter is None and method.name != PLAIN:
+                raise ValueError(f"method {method.name} needs a draft, and there is none")
+            self._decoders[method] = RheoDecoder(
+                self.decoder.target, drafter, self.decoder.tokenizer, method.config(), max_batch_size=1
+            )
+        return self._decoders[method]
+
+
+def hf_generate(decoder: RheoDecoder, prompt: Sequence[int], params: SamplingParams) -> Answer:
+    """One request by the target's own ``generate``, sampling from the same law; torch's generator gets the seed.
+
+    Args:
+        decoder: holds target and tokenizer.
+        prompt: token ids.
+        params: temperature, seed and length are taken from it.
+    """
+    target, tokenizer = decoder.target, decoder.tokenizer
+    how: dict[str, Any] = {"do_sample": False}
+    if not params.greedy:
+        how = {"do_sample": True, "temperature": params.temperature, "top_p": 1.0, "top_k": 0}
+    # A fresh configuration: the checkpoint's own may hold penalties and filters, which would be another law.
+    eos = list(target.eos_token_ids)
+    config = GenerationConfig(
+        **how, max_new_tokens=params.max_new_tokens, eos_token_id=eos or None, pad_token_id=eos[0] if eos else None
+    )
+    inputs = torch.tensor([list(prompt)], device=target.device)
+    stamps = _Stamps()
+    torch.manual_seed(params.resolved_seed())
+    _wait(target.device)
+    start = time.perf_counter()
+    with torch.inference_mode():
+        output = target.model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), generation_config=config, streamer=stamps
+        )
+    token_ids = tuple(output[0, len(prompt) :].tolist())
+    seconds = time.perf_counter() - start
+    text = tokenizer.decode(token_ids, skip_special_tokens=True)
+    reason = "eos" if token_ids and token_ids[-1] in eos else "length"
+    return Answer(token_ids, text, reason, seconds, (stamps.first or time.perf_counter()) - start, None)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class _Stamps:
+    """A streamer that only notes when the first token came; the prompt is handed to it before."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self._prompt_seen = False
+
+    def put(self, value: Any) -> None:
+        if self._prompt_seen and self.first is None:
+            self.first = time.perf_counter()
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        pass
+
+
+@contextmanager
+def with_threads(threads: int | None) -> Iterator[None]:
+    """Let torch use so many threads, and as many as before afterwards; None changes nothing."""
+    before = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Keep Python's garbage collector out of what is timed: it runs when ``gc.collect`` is called."""
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.freeze()  # what is there stays, so that collecting between measurements looks at little
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if collecting:
+            gc.enable()

@@ -1,0 +1,181 @@
+"""Calibration: the curves of ``reference.weights`` learned from what verification computes anyway.
+
+At every node where a walk stands the target's law p is known, and with it, exactly and not as one outcome, the chance
+of everything the node could have offered: p(x) of a lead x, the overlap of p and q~ of a probe, max(0, p - q~)(x) of a
+fill. Each is a point of a curve. Weights made of them are used from a later step on, so they are fixed before that
+step's probes are drawn, and the text keeps the target's distribution (docs/generalisations.md).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.optimize import isotonic_regression
+from torch import Tensor
+
+from optimized.trees import TreeBatch
+from optimized.verification import VerifyBatch
+from reference.weights import BANDS, KNOTS, LEAST, MOST_LEADS, Curve, Curves, Weights, band_of
+
+KINDS = ("lead", "probe", "fill")
+PRIOR_POINTS = 20.0  # what the prior counts for at each knot, in observed points
+FORMAT = 1
+
+
+def prior_weights() -> Weights:
+    """What an EAGLE-3 head of middling quality is worth, where nothing has been seen yet.
+
+    A lead is accepted with three quarters of its mass, a fill with two fifths; a probe with half of its tail's, at most
+    0.3, for where the tail is heavy the draft is unsure and matches badly.
+    """
+    lead = Curve(tuple(0.75 * knot for knot in KNOTS))
+    fill = Curve(tuple(0.4 * knot for knot in KNOTS))
+    probe = Curve(tuple(min(0.5 * knot, 0.3) for knot in KNOTS))
+    return Weights((Curves(lead, probe, fill),) * len(BANDS), "prior")
+
+
+@dataclass(frozen=True, eq=False)
+class Points:
+    """What the walks of one step show, for one kind of slot: where its curve is read, and the exact chance there.
+
+    Attributes:
+        bands: [n] int, of the requests' temperatures.
+        masses: [n] in [0, 1].
+        chances: [n] in [0, 1].
+    """
+
+    bands: NDArray[np.int64]
+    masses: NDArray[np.float64]
+    chances: NDArray[np.float64]
+
+
+class Calibrator:
+    """Learns weights from walks, in the order in which they come.
+
+    Args:
+        prior: what holds until enough has been seen.
+        source: how the weights that come out name their origin.
+    """
+
+    def __init__(self, prior: Weights | None = None, source: str = "learned online") -> None:
+        self.prior = prior or prior_weights()
+        self.source = source
+        self.points = 0
+        shape = (len(BANDS), len(KINDS), len(KNOTS))
+        self._counts = np.full(shape, PRIOR_POINTS)
+        self._sums = PRIOR_POINTS * np.array(
+            [[[float(v) for v in getattr(band, kind).values] for kind in KINDS] for band in self.prior.bands]
+        )
+
+    def observe(
+        self, trees: TreeBatch, walk: VerifyBatch, laws: list[Tensor], branching: int, temperatures: Tensor
+    ) -> None:
+        """Learn from the walks of one step.
+
+        Args:
+            trees: grown with calibrated weights.
+            walk: of these trees.
+            laws: the target's laws at every level of the walk, [batch, vocab] each, in order (``TargetLaws.kept``).
+            branching: slots of a node.
+            temperatures: [batch].
+        """
+        for kind, points in enumerate(_points(trees, walk, laws, branching, temperatures)):
+            self._add(kind, points)
+
+    def _add(self, kind: int, points: Points) -> None:
+        knots = np.array(KNOTS)
+        seen = points.masses >= knots[0]  # below, a curve is a line to 0 and has nothing to learn
+        masses, bands, chances = points.masses[seen].clip(max=1.0), points.bands[seen], points.chances[seen]
+        above = np.searchsorted(knots, masses).clip(1)
+        share = (masses - knots[above - 1]) / (knots[above] - knots[above - 1])
+        for knot, part in ((above - 1, 1 - share), (above, share)):
+            np.add.at(self._counts, (bands, kind, knot), part)
+            np.add.at(self._sums, (bands, kind, knot), part * chances)
+        self.points += len(masses)
+
+    def weights(self) -> Weights:
+        """The curves by everything seen so far."""
+        bands = [
+            Curves(**{kind: self._curve(band, index) for index, kind in enumerate(KINDS)}) for band in range(len(BANDS))
+        ]
+        return Weights(tuple(bands), f"{self.source}, {self.points} points")
+
+    def _curve(self, band: int, kind: int) -> Curve:
+        counts = self._counts[band, kind]
+        rising = isotonic_regression(self._sums[band, kind] / counts, weights=counts).x
+        return Curve(tuple(float(value) for value in np.maximum.accumulate(rising.clip(LEAST, 1.0))))
+
+
+def _points(
+    trees: TreeBatch, walk: VerifyBatch, laws: list[Tensor], branching: int, temperatures: Tensor
+) -> tuple[Points, Points, Points]:
+    """For leads, probes and fills, from every node where a walk stood and that had been expanded."""
+    if trees.law_rows is None or trees.masses is None:
+        raise ValueError("these trees were grown without calibrated weights, so they do not know what to learn from")
+    places = torch.arange(trees.law_rows.shape[1], device=trees.law_rows.device)
+    own = (trees.law_rows > 0) | (places == 0)
+    masses, probs, requests = [], [], []
+    for level, law in enumerate(laws):
+        row = walk.rows[:, level]
+        matches = (trees.law_rows == row[:, None]) & own & (row >= 0)[:, None]
+        found = matches.any(dim=1).nonzero().flatten()
+        index = matches[found].long().argmax(dim=1)
+        ids = trees.probe_law_ids[found, index]
+        masses.append(trees.masses[found, index])
+        probs.append(law[found].gather(1, ids))
+        requests.append(found)
+    q, p = torch.cat(masses).cpu().numpy(), torch.cat(probs).cpu().numpy()
+    kinds = [band_of(float(t)) for t in temperatures.tolist()]
+    bands = np.array(kinds, dtype=np.int64)[torch.cat(requests).cpu().numpy()]
+    first = min(branching, q.shape[1])
+
+    def points(bands: NDArray[np.int64], masses: NDArray[np.float64], chances: NDArray[np.float64]) -> Points:
+        return Points(np.broadcast_to(bands[:, None], masses.shape).ravel(), masses.ravel(), chances.ravel())
+
+    leads = points(bands, q[:, :first], p[:, :first])
+    sampled = bands > 0
+    q, p, bands = q[sampled], p[sampled], bands[sampled]
+    probe_masses, probe_chances, fill_masses, fill_chances, fill_bands = [], [], [], [], []
+    for m in range(min(MOST_LEADS + 1, first)):
+        mass = q[:, m:].sum(axis=1, keepdims=True)
+        law = np.divide(q[:, m:], mass, out=np.zeros_like(q[:, m:]), where=mass > 0)
+        probe_masses.append(mass)
+        probe_chances.append(np.minimum(p[:, m:], law).sum(axis=1, keepdims=True))
+        fill_masses.append(q[:, m:first].ravel())
+        fill_chances.append(np.maximum(p[:, m:first] - law[:, : first - m], 0).ravel())
+        fill_bands.append(np.repeat(bands, first - m))
+    probes = points(bands, np.concatenate(probe_masses, axis=1), np.concatenate(probe_chances, axis=1))
+    fills = Points(np.concatenate(fill_bands), np.concatenate(fill_masses), np.concatenate(fill_chances))
+    return leads, probes, fills
+
+
+def save_weights(weights: Weights, path: Path, provenance: dict[str, str]) -> None:
+    """Write weights as a small JSON file with where they come from."""
+    bands = [
+        {"up_to_temperature": str(bound), **{kind: list(map(float, getattr(band, kind).values)) for kind in KINDS}}
+        for bound, band in zip(BANDS, weights.bands, strict=True)
+    ]
+    content = {"format": FORMAT, "source": weights.source, "provenance": provenance, "knots": KNOTS, "bands": bands}
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def load_weights(path: Path) -> Weights:
+    """Read what ``save_weights`` wrote.
+
+    Raises:
+        ValueError: not such a file, of another format, or with curves that are none; the message names the file.
+        FileNotFoundError: there is no such file.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT or tuple(content["knots"]) != KNOTS:
+            raise ValueError(f"it is of format {content['format']} with {len(content['knots'])} knots")
+        bands = [Curves(**{kind: Curve(tuple(band[kind])) for kind in KINDS}) for band in content["bands"]]
+        return Weights(tuple(bands), f"{path}: {content['source']}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} holds no calibrated weights ({error}); `rheo calibrate` writes such files") from error

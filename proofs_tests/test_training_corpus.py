@@ -1,0 +1,261 @@
+"""The corpus that a target writes, and the two commands from end to end; the target is tiny and random."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+from optimized.cli import app
+from optimized.models import load_drafter
+from optimized.models.target import TargetModel
+from optimized.training import CorpusSettings, TrainSettings, load_corpus, write_corpus
+from optimized.training.conversations import conversation_format, draw
+from optimized.training.journal import read_journal
+from optimized.training.pipeline import train_head
+
+EOS = 256
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};\n{% endfor %}"
+SETTINGS = CorpusSettings(conversations=7, length=40, batch=3, held_out=2, top_k=0, answer_temperatures=(0.5, 1.0))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads cost more than they give on models this small
+    yield
+    torch.set_num_threads(threads)
+
+
+def byte_tokenizer(chat_template: str | None = TEMPLATE, bos: str | None = None) -> PreTrainedTokenizerFast:
+    """Bytes as tokens, and an end-of-sequence token behind them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", bos_token=bos)
+    made.chat_template = chat_template
+    return made
+
+
+def tiny_model(seed: int = 1) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=257, hidden_size=16, intermediate_size=24, num_hidden_layers=7, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=128, bos_token_id=None, eos_token_id=EOS, pad_token_id=EOS,
+        initializer_range=0.4,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+def same(one, other) -> bool:
+    names = ("tokens", "in_answer", "temperatures", "held_out")
+    return all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
+
+
+# --- conversations
+
+
+def test_conversation_format_of_a_chat_template():
+    tokenizer = byte_tokenizer()
+    layout = conversation_format(tokenizer, (EOS,))
+    assert tokenizer.decode(layout.opening) == "u:"
+    assert tokenizer.decode(layout.to_answer) == ";\na:"
+    assert tokenizer.decode(layout.to_user) == ";\nu:"
+    assert layout.ends == {tokenizer(";")["input_ids"][0], EOS}
+
+
+def test_conversation_format_without_a_template():
+    layout = conversation_format(byte_tokenizer(None), (EOS,))
+    assert (layout.opening, layout.to_answer, layout.to_user) == ((EOS,), (EOS,), (EOS,))
+    with_bos = byte_tokenizer(None, bos="<bos>")
+    bos, eos = with_bos.bos_token_id, with_bos.eos_token_id
+    layout = conversation_format(with_bos, (eos,))
+    assert (layout.opening, layout.to_answer) == ((bos,), (eos, bos))
+    with pytest.raises(ValueError, match="no token that begins or ends a text"):
+        conversation_format(byte_tokenizer(None), ())
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in messages %}{{ m.content | lower }};{% endfor %}", "does not keep the turns"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "nothing before the first turn"),
+    ],
+)
+def test_conversation_format_refuses_templates_that_it_cannot_follow(template, message):
+    with pytest.raises(ValueError, match=message):
+        conversation_format(byte_tokenizer(template), (EOS,))
+
+
+def test_draw_is_the_inverse_cdf_of_the_tempered_law():
+    logits = torch.tensor([0.0, 2.0, 1.0]).expand(1000, 3)
+    uniforms = (torch.arange(1000).double() + 0.5) / 1000
+    for temperature in (0.5, 1.0, 2.0):
+        drawn = draw(logits, torch.full((1000,), temperature), 0, uniforms)
+        law = (logits[0] / temperature).softmax(-1)
+        torch.testing.assert_close(torch.bincount(drawn, minlength=3) / 1000, law, atol=1.1e-3, rtol=0)
+    drawn = draw(logits, torch.ones(1000), 2, uniforms)
+    assert set(drawn.tolist()) == {1, 2}
+    assert set(draw(logits, torch.zeros(1000), 0, uniforms).tolist()) == {1}
+
+
+# --- the corpus
+
+
+def test_corpus_follows_the_template_and_the_target(tmp_path):
+    target, tokenizer = TargetModel(tiny_model()), byte_tokenizer()
+    semicolon, newline, colon, user, assistant = (tokenizer(char)["input_ids"][0] for char in ";\n:ua")
+    # A target that ends its turns now and then: EOS, which the template never writes, stands for the template's end.
+    target.model.lm_head.weight[EOS] *= 2
+    settings = replace(SETTINGS, conversations=12, length=100, answer_temperatures=(0.0,), user_temperature=0.0)
+    corpus = write_corpus(tmp_path, target, tokenizer, settings)
+    turns = 0
+    for text, in_answer in zip(corpus.tokens.tolist(), corpus.in_answer.tolist(), strict=True):
+        likeliest = target.model(torch.tensor([text])).logits[0].argmax(-1).tolist()
+        assert text[:2] == [user, colon]
+        position, answering = 2, False
+        while position < len(text):
+            if likeliest[position - 1] in (semicolon, EOS):
+                bridge = [semicolon, newline, user if answering else assistant, colon]
+                assert text[position : position + 4] == bridge[: len(text) - position]
+                assert in_answer[position : position + 4] == [answering, False, False, False][: len(text) - position]
+                answering, position, turns = not answering, position + 4, turns + 1
+            else:
+                assert (text[position], in_answer[position]) == (likeliest[position - 1], answering)
+                position += 1
+    assert turns >= 2
+
+
+class Killed(Exception):
+    pass
+
+
+def test_corpus_goes_on_where_it_stopped(tmp_path):
+    target, tokenizer = TargetModel(tiny_model()), byte_tokenizer()
+    reports = []
+    whole = write_corpus(tmp_path / "whole", target, tokenizer, SETTINGS, "tiny", lambda *done: reports.append(done))
+    assert whole.tokens.shape == (7, 40)
+    assert reports[-1] == (280, 280)
+    assert reports == sorted(reports)
+    assert int(whole.held_out.sum()) == 2
+    assert whole.training_tokens.shape == (5, 40)
+    assert whole.about["target"] == "tiny"
+    assert len({tuple(text) for text in whole.tokens.tolist()}) == 7
+
+    def kill(done, total):
+        if done > 150:  # in the second shard
+            raise Killed
+
+    with pytest.raises(Killed):
+        write_corpus(tmp_path / "parts", target, tokenizer, SETTINGS, "tiny", kill)
+    assert [path.name for path in sorted((tmp_path / "parts").iterdir())] == ["corpus.json", "shard-00000.safetensors"]
+    with pytest.raises(ValueError, match=r"not complete: .*shard-00001.safetensors is missing"):
+        load_corpus(tmp_path / "parts")
+    assert same(write_corpus(tmp_path / "parts", target, tokenizer, SETTINGS, "tiny"), whole)
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "parts" / path.name).read_bytes()
+    other = write_corpus(tmp_path / "other", target, tokenizer, replace(SETTINGS, seed=1), "tiny")
+    assert not torch.equal(other.tokens, whole.tokens)
+
+
+def test_corpus_refusals(tmp_path):
+    target, tokenizer = TargetModel(tiny_model()), byte_tokenizer()
+    write_corpus(tmp_path, target, tokenizer, SETTINGS)
+    with pytest.raises(ValueError, match=r"other settings \(seed: 0 there, 1 now\)"):
+        write_corpus(tmp_path, target, tokenizer, replace(SETTINGS, seed=1))
+    with pytest.raises(ValueError, match=r"at most 128 tokens"):
+        write_corpus(tmp_path / "long", target, tokenizer, replace(SETTINGS, length=129))
+    with pytest.raises(ValueError, match="holds no corpus"):
+        load_corpus(tmp_path / "nowhere")
+    shard = tmp_path / "shard-00001.safetensors"
+    shard.write_bytes((tmp_path / "shard-00002.safetensors").read_bytes())  # whole, but of one conversation
+    with pytest.raises(ValueError, match="not a shard of 3 conversations"):
+        load_corpus(tmp_path)
+    shard.write_bytes(b"broken")
+    with pytest.raises(ValueError, match="is damaged"):
+        load_corpus(tmp_path)
+    with pytest.raises(ValueError, match="nothing is left to train on"):
+        CorpusSettings(conversations=24)
+    with pytest.raises(ValueError, match="answer_temperatures must be numbers >= 0"):
+        CorpusSettings(answer_temperatures=())
+
+
+# --- everything
+
+
+def test_pipeline_with_a_checkpoint_to_go_on_from(tmp_path):
+    target, tokenizer = TargetModel(tiny_model()), byte_tokenizer()
+    training = TrainSettings(steps=3, batch=2, warmup=1, measure_every=3)
+    stages = []
+    first = train_head(
+        tmp_path / "a", target, tokenizer, SETTINGS, training, draft_vocab_size=30, plot=False,
+        report=lambda stage, *rest: stages.append(stage),
+    )  # fmt: skip
+    assert list(dict.fromkeys(stages)) == ["corpus", "training", "measuring"]
+    drafter = load_drafter(first, target)
+    assert drafter.vocab_size == 30
+    assert EOS in drafter.vocab_map.tolist()
+    assert drafter.feature_layers == (2, 3, 4)
+    record = (first / "README.md").read_text()
+    assert "30 tokens" in record
+    assert "before training" in record
+    second = train_head(tmp_path / "b", target, tokenizer, SETTINGS, training, init=first, plot=False)
+    assert torch.equal(load_drafter(second, target).vocab_map, drafter.vocab_map)
+    before, after = (read_journal(tmp_path / name / "held_out.csv") for name in "ab")
+    assert after[0]["overlap_1"] == pytest.approx(before[-1]["overlap_1"], abs=0.01)  # rounded to bfloat16 between
+
+
+def rheo(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_commands_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    model = tmp_path / "target"
+    tiny_model().save_pretrained(model)
+    byte_tokenizer().save_pretrained(model)
+    where = ["--target", model, "--dtype", "float32", "--device", "cpu"]
+    small = ["--conversations", 6, "--length", 30, "--shard", 4, "--held-out", 2, "--vocabulary", 50, "--batch", 2]
+    command = ["train-head", tmp_path / "run", *where, *small, "--steps", 3, "--answer-temperature", 1]
+    result = rheo(*command)
+    assert result.exit_code == 0, result.output
+    assert "held-out overlap, all tokens" in result.stdout
+    made = {path.name for path in (tmp_path / "run").iterdir()}
+    assert made == {
+        "corpus", "checkpoint.pt", "log.csv", "held_out.csv", "loss.svg", "loss.png", "overlap.json", "head"
+    }  # fmt: skip
+    assert rheo(*command).stdout == result.stdout  # nothing left to do, the same record
+    result = rheo(*command[:-4], "--steps", 4, "--answer-temperature", 1)
+    assert result.exit_code == 2
+    assert "steps: 3 there, 4 now" in " ".join(result.stderr.split())
+
+    questions = tmp_path / "alpaca" / "question.jsonl"
+    questions.parent.mkdir()
+    questions.write_text('{"turns": ["what?"]}\n{"turns": ["why?"]}\n{"turns": ["how?"]}\n')
+    measure = ["evaluate-head", questions, *where, "--draft", tmp_path / "run" / "head", "-n", 6]
+    result = rheo(*measure, "--corpus", tmp_path / "run" / "corpus", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    stored = json.loads((tmp_path / "run" / "overlap.json").read_text())
+    assert found["held out, all tokens"]["means"] == pytest.approx(stored["all tokens"]["means"], abs=1e-5)
+    assert found[str(questions)]["texts"] == 3
+    result = rheo(*measure, "--texts", 1)
+    assert result.exit_code == 0, result.output
+    assert "alpaca" in result.stdout
+    for wrong, message in (
+        (["evaluate-head", *where], "nothing to measure on"),
+        (["evaluate-head", tmp_path / "no.jsonl", *where], "no such file"),
+        (["evaluate-head", questions, *where, "--unroll", 0], "at least 1"),
+        (["train-head", tmp_path / "x", *where, "--init", tmp_path / "none"], "no such folder"),
+        (["train-head", tmp_path / "x", *where, "--batch", 0], "batch must be at least 1"),
+    ):
+        result = rheo(*wrong)
+        assert result.exit_code == 2, result.output
+        assert message in " ".join(result.stderr.split())

@@ -1,0 +1,148 @@
+"""Calibrated weights, m per node and threshold trees: exactly lossless, and the Torch path equal to the reference."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from optimized.growth import grow_trees
+from proofs_tests.laws import random_case as random_exact_case
+from proofs_tests.laws import sizes
+from proofs_tests.test_differential import BATCH, excused, random_case
+from reference import Margin, RheoConfig, exact
+from reference.api import GREEDY_TEMPERATURE
+from reference.weights import BANDS, KNOTS, Curve, Curves, Weights, band_of, lead_count
+
+pytestmark = pytest.mark.lossless
+
+
+def random_weights(rng: random.Random, exact: bool) -> Weights:
+    """Curves of random steps, many of them flat; different in every band."""
+
+    def curve() -> Curve:
+        values = sorted(rng.choice((1, 2, rng.randrange(1, 65))) for _ in KNOTS)
+        return Curve(tuple(Fraction(value, 64) if exact else value / 64 for value in values))
+
+    return Weights(tuple(Curves(curve(), curve(), curve()) for _ in BANDS), "random")
+
+
+@sizes(300, 6000)
+def test_the_law_is_the_targets_whatever_the_curves(size: int) -> None:
+    """Any curves, m fixed or auto, one or two probes, with and without a threshold, both rules: equal Fractions."""
+    rng = random.Random(7)
+    autos = short = 0
+    for _ in range(size):
+        case = random_exact_case(rng, rng.choice((2, 3, 4)))
+        config = RheoConfig(
+            lead_tokens=rng.choice(("auto", "auto", 0, 1, 2)),
+            branching=rng.randrange(1, 4),
+            depth=rng.randrange(1, 4),
+            tree_size=rng.randrange(1, 7),
+            beam=rng.choice((None, 1, 2)),
+            weights=random_weights(rng, exact=True),
+            probes=rng.choice((1, 1, 2)),
+            score_threshold=rng.choice((0, 0, Fraction(1, 10), Fraction(1, 3))),
+            verification=rng.choice(("rheo", "rrsw")),
+        )
+        law = exact.output_law(config, case.draft(), case.target, 2)
+        expected = exact.target_law(case.target, 2)
+        assert exact.total_variation(law, expected) == 0, config
+        autos += config.lead_tokens == "auto"
+        short += config.score_threshold > 0
+    assert autos > size / 4
+    assert short > size / 4
+
+
+@sizes(60, 1500)
+def test_batched_trees_equal_the_reference(size: int) -> None:
+    """Equal noise, equal trees; a difference only where a float decision was within the margin."""
+    rng = random.Random(11)
+    inside = nodes = 0
+    for seed in range(size):
+        case = random_case(seed)
+        if case.config.proposal == "static":
+            continue
+        case.config = replace(
+            case.config,
+            weights=random_weights(rng, exact=False),
+            lead_tokens=rng.choice(("auto", case.config.lead_tokens)),
+            probes=rng.choice((1, case.config.probes)),
+            score_threshold=rng.choice((0, 0.03, 0.2)),
+        )
+        trees = grow_trees(
+            case.config,
+            case.drafter.root_logits(),
+            case.drafter.expand,
+            torch.from_numpy(case.temperatures),
+            case.noise.probe_uniforms,
+            None if case.drafter.vocab_map is None else torch.from_numpy(case.drafter.vocab_map),
+        )
+        for b in range(BATCH):
+            margins: list[Margin] = []
+            expected, actual = case.reference_tree(b, margins), trees.to_tree(b)
+            nodes += len(expected) - 1
+            if expected.key != actual.key:
+                assert excused(margins), f"case {seed} request {b}: {case.config}\n{expected.key}\n{actual.key}"
+                inside += 1
+                continue
+            np.testing.assert_allclose(np.array(expected.scores, dtype=float), actual.scores, rtol=1e-12)
+    assert inside <= 2
+    assert nodes > size * BATCH
+
+
+def test_a_curve_is_linear_between_its_knots_and_to_zero() -> None:
+    curve = Curve(tuple(Fraction(k + 1, 64) for k in range(len(KNOTS))))
+    for knot, value in zip(KNOTS, curve.values, strict=True):
+        assert curve(Fraction(knot)) == value
+    assert curve(Fraction(KNOTS[0]) / 2) == curve.values[0] / 2
+    middle = (Fraction(KNOTS[3]) + Fraction(KNOTS[4])) / 2
+    assert curve(middle) == (curve.values[3] + curve.values[4]) / 2
+    assert curve(Fraction(0)) > 0
+    assert float(curve(float(middle))) == float(curve(middle))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ((0.5,) * 3, "has 16 values"),
+        ((0.0, *(0.5,) * 15), "must lie in"),
+        ((*(0.5,) * 15, 1.5), "must lie in"),
+        ((*(0.5,) * 15, 0.4), "must not fall"),
+    ],
+)
+def test_a_curve_that_is_none_is_refused(values: tuple[float, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Curve(values)
+
+
+def test_bands_begin_where_sampling_does_and_include_their_bounds() -> None:
+    assert band_of(0) == 0
+    assert band_of(GREEDY_TEMPERATURE / 2) == 0
+    assert band_of(GREEDY_TEMPERATURE) == 1
+    assert band_of(0.35) == 1
+    assert band_of(0.36) == 2
+    assert band_of(1.0) == 4
+    assert band_of(50.0) == len(BANDS) - 1
+
+
+def test_auto_takes_the_m_that_promises_most() -> None:
+    """Leads worth their mass, fills nothing, a probe worth a flat chance: the probe replaces the last slot at best."""
+    mass = Curve(tuple(KNOTS))
+    nothing = Curve((2.0**-90,) * len(KNOTS))
+    masses = [0.5, 0.25, 0.125, 0.125]
+    for chance, expected in ((0.6, 2), (0.01, 3)):
+        curves = Curves(mass, Curve((chance,) * len(KNOTS)), nothing)
+        assert lead_count(curves, masses, slots=3) == expected  # 3: no probe
+    assert lead_count(Curves(nothing, Curve((0.5,) * len(KNOTS)), mass), masses, slots=3) == 0
+
+
+def test_auto_needs_weights_and_a_threshold_is_a_chance() -> None:
+    with pytest.raises(ValueError, match="needs weights"):
+        RheoConfig(lead_tokens="auto")
+    with pytest.raises(ValueError, match=r"score_threshold must lie in \[0, 1\], got 2"):
+        RheoConfig(score_threshold=2)

@@ -1,0 +1,134 @@
+"""Calibrated weights: what a place in the tree is worth, the chance that the walk goes on through it.
+
+A path score that is a product of chances is the chance that the whole path is accepted, so ranking by it spends the
+budget where it pays. Any weight in (0, 1] that is known before the probe's token, a fill's never above its probe's,
+keeps the output lossless (docs/generalisations.md); how good the chances are decides the acceptance only.
+
+A chance is read off a curve. The argument is the draft's own mass, under the law that draws at the request's
+temperature (at temperature 1 for a greedy request): of the token for leads and fills, of the tail for the probe.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from reference.numbers import Number
+
+# Where curves bend. Powers of two, so that exact and float arithmetic agree on them.
+KNOTS: tuple[float, ...] = (*(2.0**-k for k in range(12, 0, -1)), 0.625, 0.75, 0.875, 1.0)
+
+
+LEAST = 2.0**-100
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A nondecreasing chance over the mass in [0, 1]: linear between the knots, and from 0 at 0 to the first.
+
+    Attributes:
+        values: the chance at each of ``KNOTS``, each in (0, 1], none below the one before.
+
+    Raises:
+        ValueError: another number of values, or one out of its range or order; it is named.
+    """
+
+    values: tuple[Number, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", tuple(self.values))
+        if len(self.values) != len(KNOTS):
+            raise ValueError(f"a curve has {len(KNOTS)} values, one per knot, got {len(self.values)}")
+        for knot, value in zip(KNOTS, self.values, strict=True):
+            if not 0 < value <= 1:
+                raise ValueError(f"the chance at mass {knot} is {value}; it must lie in (0, 1]")
+        for (knot, value), (_, following) in pairwise(zip(KNOTS, self.values, strict=True)):
+            if following < value:
+                raise ValueError(f"the chance falls from {value} to {following} behind mass {knot}; it must not fall")
+
+    def __call__(self, mass: Number) -> Number:
+        """The chance at a mass in [0, 1], in the arithmetic of both; at least ``LEAST``, for a weight is positive."""
+        exact = not isinstance(mass, float)
+        above = min(bisect_left(KNOTS, mass), len(KNOTS) - 1)
+        high, to = type(mass)(KNOTS[above]), self.values[above]
+        low, start = (type(mass)(KNOTS[above - 1]), self.values[above - 1]) if above else (high * 0, to * 0)
+        share = min((mass - low) / (high - low), 1 if exact else 1.0)
+        return max(start + (to - start) * share, type(mass)(LEAST))
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The chances of one range of temperatures.
+
+    Attributes:
+        lead: of a token that is offered before the probe, or at a node without one.
+        probe: of the probe, over the mass of the tail it is drawn from.
+        fill: of a token that is offered behind the probe.
+    """
+
+    lead: Curve
+    probe: Curve
+    fill: Curve
+
+
+# Requests up to each temperature share curves; greedy ones have their own, and the last are for all above.
+BANDS: tuple[float, ...] = (1e-5, 0.35, 0.65, 0.9, 1.15, float("inf"))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Curves for all temperatures.
+
+    Attributes:
+        bands: one per entry of ``BANDS``: greedy requests, then up to each temperature.
+        source: where the curves come from, in words.
+
+    Raises:
+        ValueError: another number of bands.
+    """
+
+    bands: tuple[Curves, ...]
+    source: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bands", tuple(self.bands))
+        if len(self.bands) != len(BANDS):
+            raise ValueError(f"weights have {len(BANDS)} bands of temperature, got {len(self.bands)}")
+
+    def at(self, temperature: float) -> Curves:
+        """The curves of a request's temperature."""
+        return self.bands[band_of(temperature)]
+
+
+def band_of(temperature: float) -> int:
+    """Index into ``BANDS``; the first's bound, where sampling begins, is excluded, the others' are included."""
+    return 0 if temperature < BANDS[0] else 1 + bisect_left(BANDS[1:], temperature)
+
+
+MOST_LEADS = 4  # what "auto" considers; with more the tail is too small for a probe to matter
+
+
+def lead_count(curves: Curves, masses: Sequence[Number], slots: int) -> int:
+    """The m that promises most at a node (``lead_tokens="auto"``): a function of the draft's law and the curves only.
+
+    A node with m leads promises the sum of its slots' chances; ties go to the smaller m.
+
+    Args:
+        curves: of the request's temperature.
+        masses: of the ranked tokens, largest first; only those with mass to sample.
+        slots: how many slots the node has.
+
+    Returns:
+        m in 0 .. ``MOST_LEADS``; ``slots`` where a node without a probe promises more.
+    """
+    leads = [curves.lead(mass) for mass in masses[:slots]]
+    fills = [curves.fill(mass) for mass in masses[:slots]]
+    best, promise = slots, sum(leads)
+    for m in range(min(MOST_LEADS, slots - 1, len(masses) - 1), -1, -1):
+        probe = curves.probe(min(sum(masses[m:]), masses[0] / masses[0]))
+        total = sum(leads[:m]) + probe + sum(min(probe, chance) for chance in fills[m : slots - 1])
+        if total >= promise:
+            best, promise = m, total
+    return best
