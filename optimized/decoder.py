@@ -29,6 +29,7 @@ from reference.api import RheoConfig, VerifyResult
 from reference.tree import DraftTree, root_only
 
 STEPS_AHEAD = 8  # random numbers are made for so many steps at once
+TARGET_FAILED = 4  # its place in what the host reads of a walk
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor
 
 
@@ -279,17 +280,18 @@ class RheoDecoder:
                 logits, features = self.target.forward_tree(token_ids, trees.depths, trees.ancestors())
             clock.enter("sampling")
             laws = TargetLaws(logits, sampling, trees)
-            walk = self.backend.verify(trees, laws, noise, config.verification)
-            if step > 0 and bool(laws.bad.any()):
+            walk, read = self._verify(trees, laws, noise, clock)
+            if step > 0 and any(values[TARGET_FAILED] for values in read):
                 # Perhaps only a node that the walk does not need is NaN, and has spoiled the rows beside it.
+                clock.enter("target")
                 logits, features = self.target.forward_tree(
                     token_ids, trees.depths, trees.ancestors(), contain_nan=True
                 )
+                clock.enter("sampling")
                 laws = TargetLaws(logits, sampling, trees)
-                walk = self.backend.verify(trees, laws, noise, config.verification)
+                walk, read = self._verify(trees, laws, noise, clock)
+            events = self._hand_out(step, live, laws, walk, read, clock)
             sampling.observe(walk.token_ids, walk.counts)
-            clock.enter(None)
-            events = self._hand_out(step, live, trees, laws, walk, clock)
             yield trees, walk, events
             keep = [b for b, request in enumerate(live) if not request.done]
             if not keep:
@@ -330,21 +332,12 @@ class RheoDecoder:
     def _holds_caches(self, run: object) -> bool:
         return self.target.owner is run and (self.drafter is None or self.drafter.owner is run)
 
-    def _hand_out(
-        self,
-        step: int,
-        live: list[Request],
-        trees: TreeBatch,
-        laws: TargetLaws,
-        walk: VerifyBatch,
-        clock: PhaseClock,
-    ) -> list[StreamEvent]:
-        """Give every request what the step emitted for it; here the host waits for the step's results."""
-        wanted = [request.params.logprobs for request in live if request.params.logprobs is not None]
-        logprobs = None
-        if wanted:
-            rows, token_ids = walk.rows.clamp(min=0), walk.token_ids.clamp(min=0)
-            logprobs = [part.tolist() for part in laws.logprobs(rows, token_ids, max(wanted))]
+    def _verify(
+        self, trees: TreeBatch, laws: TargetLaws, noise: StepNoise, clock: PhaseClock
+    ) -> tuple[VerifyBatch, list[list[int]]]:
+        """The walks, and of each what the host has to know; here it waits for the step's results."""
+        walk = self.backend.verify(trees, laws, noise, self.config.verification)
+        clock.enter(None)
         summary = [
             walk.counts,
             trees.depths.amax(dim=1),
@@ -354,7 +347,23 @@ class RheoDecoder:
             trees.draft_failed,
             *walk.token_ids.unbind(dim=1),
         ]
-        read = torch.stack([values.long() for values in summary], dim=1).tolist()  # one transfer from the device
+        return walk, torch.stack([values.long() for values in summary], dim=1).tolist()  # one transfer from the device
+
+    def _hand_out(
+        self,
+        step: int,
+        live: list[Request],
+        laws: TargetLaws,
+        walk: VerifyBatch,
+        read: list[list[int]],
+        clock: PhaseClock,
+    ) -> list[StreamEvent]:
+        """Give every request what the step emitted for it."""
+        wanted = [request.params.logprobs for request in live if request.params.logprobs is not None]
+        logprobs = None
+        if wanted:
+            rows, token_ids = walk.rows.clamp(min=0), walk.token_ids.clamp(min=0)
+            logprobs = [part.tolist() for part in laws.logprobs(rows, token_ids, max(wanted))]
         clock.settle()
         events = []
         for b, (request, values) in enumerate(zip(live, read, strict=True)):
