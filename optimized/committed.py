@@ -36,15 +36,22 @@ class Committed:
         features = None if self.features is None else self.features[keep]
         return Committed(self.token_ids[keep], self.counts[keep], features)
 
+    def first(self, columns: int | None) -> Committed:
+        """Without the columns from ``columns`` on, which must be padding; None leaves all."""
+        features = None if self.features is None else self.features[:, :columns]
+        return Committed(self.token_ids[:, :columns], self.counts, features)
 
-def after_prompts(live: Sequence[Request], walk: VerifyBatch, features: Tensor | None) -> Committed:
-    """The prompts without their first token, then the first token of the output."""
-    counts = torch.tensor([len(request.prompt) for request in live])
+
+def whole_texts(live: Sequence[Request], features: Tensor | None, device: torch.device) -> Committed:
+    """Every text from its second token on; ``features`` [batch, at least as many, F] of all positions but the last."""
+    texts = [request.tokens[1:] for request in live]
+    counts = torch.tensor([len(text) for text in texts])
     token_ids = torch.zeros(len(live), int(counts.max()), dtype=torch.long)
-    for row, request in zip(token_ids, live, strict=True):
-        row[: len(request.prompt) - 1] = torch.tensor(request.prompt[1:], dtype=torch.long)
-    token_ids, counts = token_ids.to(walk.token_ids.device), counts.to(walk.token_ids.device)
-    return Committed(token_ids.scatter(1, counts.unsqueeze(1) - 1, walk.token_ids[:, :1]), counts, features)
+    for row, text in zip(token_ids, texts, strict=True):
+        row[: len(text)] = torch.tensor(text, dtype=torch.long)
+    if features is not None:
+        features = features[:, : token_ids.shape[1]]
+    return Committed(token_ids.to(device), counts.to(device), features)
 
 
 def after_walk(walk: VerifyBatch, features: Tensor | None) -> Committed:

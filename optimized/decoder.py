@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+import operator
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from optimized.backends import BackendName, choose_backend
 from optimized.clock import PhaseClock
-from optimized.committed import Committed, after_prompts, after_walk
-from optimized.growth import grow_trees
+from optimized.committed import Committed, after_walk, whole_texts
+from optimized.drafting import Drafting
 from optimized.models import CausalDrafter, Drafter, TargetModel, check_same_tokenizer
 from optimized.models.loading import load_drafter, load_target, load_tokenizer
 from optimized.outputs import GenerationError, GenerationResult, StreamEvent
@@ -22,12 +23,13 @@ from optimized.randomness import StepNoise, StepRandomness
 from optimized.request import Request
 from optimized.sampling_params import SamplingParams
 from optimized.target_laws import SamplingBatch, TargetLaws
-from optimized.trees import LevelNodes, TreeBatch
+from optimized.trees import TreeBatch
 from optimized.verification import VerifyBatch
 from reference.api import RheoConfig, VerifyResult
 from reference.tree import DraftTree, root_only
 
 STEPS_AHEAD = 8  # random numbers are made for so many steps at once
+TARGET_FAILED = 4  # its place in what the host reads of a walk
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor
 
 
@@ -70,12 +72,15 @@ class RheoDecoder:
         self.max_batch_size = max_batch_size
         self.backend = choose_backend(backend, torch.device(target.device), self.config)
         if drafter is not None:
+            _check_vocab_map(drafter)
             highest = drafter.vocab_size - 1 if drafter.vocab_map is None else int(drafter.vocab_map.max())
             if highest >= target.vocab_size:
                 raise ValueError(
                     f"the draft speaks of token {highest}; the target's vocabulary is 0..{target.vocab_size - 1}"
                 )
+            in_use = target.feature_layers  # perhaps by a generation that goes on
             target.feature_layers = drafter.feature_layers  # refuses layers that do not exist
+            target.feature_layers = in_use
 
     @classmethod
     def from_pretrained(
@@ -127,8 +132,10 @@ class RheoDecoder:
             One result per prompt, in their order.
 
         Raises:
-            ValueError: an empty or too long prompt, a token outside the vocabulary, or not one ``params`` per prompt.
-            GenerationError: some requests failed (say, the target's logits were NaN); it carries the others' results.
+            ValueError: an empty or too long prompt, a token outside the vocabulary or no integer, or not one ``params``
+                per prompt.
+            GenerationError: some requests failed (the target's logits were NaN, a model raised); it carries the others'
+                results. Where a model raised, its exception is the error's cause.
         """
         finished = (event.result for event in self.stream(prompts, params) if event.result is not None)
         return sorted(finished, key=lambda result: result.index)
@@ -138,8 +145,8 @@ class RheoDecoder:
     ) -> Iterator[StreamEvent]:
         """Generate step by step; an event holds what one step added to one request.
 
-        Arguments and errors are those of ``generate``; bad arguments raise at once. Starting another generation on the
-        same target ends this one: its iterator then raises ``RuntimeError``.
+        Arguments and errors are those of ``generate``; bad arguments raise at once. Another generation may start on the
+        same models before this one has ended: it takes the caches, and this one reads its texts again when it goes on.
         """
         return self._stream(self._requests(prompts, params))
 
@@ -160,14 +167,13 @@ class RheoDecoder:
         seen: list[tuple[DraftTree, VerifyResult]] = []
         [request] = self._requests(prompt, params)
         for trees, walk, _ in self._steps([request]):
-            if request.failure is not None:
-                raise GenerationError({0: request.failure}, [None])
-            if trees.rows > 1:
+            if request.failure is None and trees.rows > 1:
                 count = int(walk.counts[0])
                 emitted, rows = walk.token_ids[0, :count].tolist(), walk.rows[0, 1:count].tolist()
                 seen.append((trees.to_tree(0), VerifyResult(tuple(emitted), tuple(rows))))
             if len(seen) == steps:
                 break
+        self._raise_failures([request])
         return seen
 
     def chat_prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
@@ -187,24 +193,60 @@ class RheoDecoder:
         for first in range(0, len(requests), self.max_batch_size):
             for _, _, events in self._steps(requests[first : first + self.max_batch_size]):
                 yield from events
+        self._raise_failures(requests)
+
+    @staticmethod
+    def _raise_failures(requests: Sequence[Request]) -> None:
         failures = {request.index: request.failure for request in requests if request.failure is not None}
         if failures:
-            raise GenerationError(failures, [request.result for request in requests])
+            cause = next((request.cause for request in requests if request.cause is not None), None)
+            raise GenerationError(failures, [request.result for request in requests]) from cause
+
+    def _steps(self, requests: list[Request]) -> Iterator[tuple[TreeBatch, VerifyBatch, list[StreamEvent]]]:
+        """A batch to its end.
+
+        Where a model raises, the halves of the batch go on one after the other, and so on down to single requests: a
+        request fails only if a model raises twice for it alone at the same step. Random numbers go on where they were,
+        so texts stay the same.
+        """
+        clock = PhaseClock(self.target.device)
+        for request in requests:
+            request.begin()
+        waiting = [requests]
+        while waiting:
+            batch = waiting.pop()
+            try:
+                yield from self._loop(batch, clock)
+            except Exception as error:  # whatever a model may raise: out of memory, a bug in a drafter of one's own
+                traceback.clear_frames(error.__traceback__)  # they hold what filled the memory
+                clock.enter(None)
+                left = [request for request in batch if not request.done]
+                if not left:
+                    raise
+                if len(left) == 1 and not left[0].try_again():
+                    left[0].fail(f"{type(error).__name__}: {error}", error)
+                else:
+                    half = len(left) // 2
+                    waiting += [part for part in (left[half:], left[:half]) if part]
 
     @torch.inference_mode()
-    def _steps(self, requests: list[Request]) -> Iterator[tuple[TreeBatch, VerifyBatch, list[StreamEvent]]]:
-        """The loop: draft, grow, target, verify, commit. Step 0 verifies an empty tree behind the prompts."""
+    def _loop(
+        self, live: list[Request], clock: PhaseClock
+    ) -> Iterator[tuple[TreeBatch, VerifyBatch, list[StreamEvent]]]:
+        """The loop: draft, grow, target, verify, commit. Step 0 verifies an empty tree behind the prompts.
+
+        It begins where the requests are: at their prompts, or behind the last step of a loop that broke off.
+        """
         run, config, device = object(), self.config, self.target.device
-        self.target.owner = run
-        self.target.feature_layers = () if self.drafter is None else self.drafter.feature_layers
-        live = requests
+        step = live[0].steps
         sampling = SamplingBatch.from_params(
             [request.params for request in live],
-            [request.prompt for request in live],
+            [request.tokens for request in live],
             self.target.vocab_size,
             self.target.eos_token_ids,
             device,
         )
+        sampling.generated += torch.tensor([request.generated for request in live], device=device)
         randomness = StepRandomness(
             [request.seed for request in live],
             config.depth,
@@ -213,98 +255,89 @@ class RheoDecoder:
             device,
             config.probes,
         )
-        clock = PhaseClock(device)
-        for request in live:
-            request.begin()
-
-        clock.enter("target")
-        logits, features = self.target.prefill([request.prompt for request in live])
-        logits = logits.unsqueeze(1)
-        trees = TreeBatch.from_trees([root_only()] * len(live), device)
-        clock.enter("sampling")
-        noises = randomness.ahead(torch.zeros(len(live), dtype=torch.long, device=device), STEPS_AHEAD)
-        for step in itertools.count():
+        drafting = Drafting(self.drafter, config, self.backend.growth, clock)
+        noises: list[StepNoise] = []
+        committed: Committed | None = None  # None: the caches do not hold the texts
+        while True:
+            clock.enter("sampling")
+            if not noises or step % STEPS_AHEAD == 0:
+                begin = torch.full((len(live),), step - step % STEPS_AHEAD, device=device)
+                noises = randomness.ahead(begin, STEPS_AHEAD)
             noise = noises[step % STEPS_AHEAD]
+            clock.enter("target")
+            if step == 0:
+                logits, features = self._read(run, [request.prompt for request in live])
+                logits = logits.unsqueeze(1)
+                trees = TreeBatch.from_trees([root_only()] * len(live), device)
+            else:
+                if committed is None:
+                    _, features = self._read(run, [request.tokens[:-1] for request in live])
+                    committed = whole_texts(live, features, device)
+                    drafting.reset(live, device)
+                trees = drafting.trees(committed, sampling.temperatures, noise)
+                clock.enter("target")
+                token_ids = torch.cat([committed.last, trees.token_ids[:, 1:]], dim=1)
+                logits, features = self.target.forward_tree(token_ids, trees.depths, trees.ancestors())
+            clock.enter("sampling")
             laws = TargetLaws(logits, sampling, trees)
-            walk = self.backend.verify(trees, laws, noise, config.verification)
+            walk, read = self._verify(trees, laws, noise, clock)
+            if step > 0 and any(values[TARGET_FAILED] for values in read):
+                # Perhaps only a node that the walk does not need is NaN, and has spoiled the rows beside it.
+                clock.enter("target")
+                logits, features = self.target.forward_tree(
+                    token_ids, trees.depths, trees.ancestors(), contain_nan=True
+                )
+                clock.enter("sampling")
+                laws = TargetLaws(logits, sampling, trees)
+                walk, read = self._verify(trees, laws, noise, clock)
+            events = self._hand_out(step, live, laws, walk, read, clock)
             sampling.observe(walk.token_ids, walk.counts)
-            clock.enter(None)
-            events = self._hand_out(step, live, trees, laws, walk, clock)
             yield trees, walk, events
             keep = [b for b, request in enumerate(live) if not request.done]
             if not keep:
                 return
-            if self.target.owner is not run:
-                raise RuntimeError("this generation was ended by another one started on the same target model")
 
             clock.enter("target")
-            if step == 0:
-                committed = after_prompts(live, walk, features)
-            else:
+            step += 1
+            evicted = not self._holds_caches(run)
+            if step > 1 and not evicted:
                 self.target.commit(walk.rows, walk.counts)
                 committed = after_walk(walk, features)
             if len(keep) < len(live):
                 index = torch.tensor(keep, device=device)
                 live = [live[b] for b in keep]
-                committed = committed.select(index)
                 sampling.select(keep)
                 randomness.select(index)
                 noises = [noise.select(index) for noise in noises]
-                self.target.select(index)
-                if self.drafter is not None and step > 0:
-                    self.drafter.select(index)
-            if self.drafter is not None and step == 0:
-                self.drafter.reset(torch.tensor([request.prompt[0] for request in live], device=device))
+                if not evicted:
+                    self.target.select(index)
+                    features = None if features is None else features[index]
+                    committed = None if committed is None else committed.select(index)
+            if evicted:
+                committed = None
+            elif step == 1:
+                committed = whole_texts(live, features, device)
+                drafting.reset(live, device)
+            else:
+                drafting.select(keep, live, device)
 
-            clock.enter("sampling")
-            if (step + 1) % STEPS_AHEAD == 0:
-                noises = randomness.ahead(torch.full((len(live),), step + 1, device=device), STEPS_AHEAD)
-            trees = self._draft(committed, sampling.temperatures, noises[(step + 1) % STEPS_AHEAD], clock)
-            clock.enter("target")
-            token_ids = torch.cat([committed.last, trees.token_ids[:, 1:]], dim=1)
-            logits, features = self.target.forward_tree(token_ids, trees.depths, trees.ancestors())
-            clock.enter("sampling")
+    def _read(self, run: object, texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
+        """Take the caches, whoever has them, and read texts from their beginning; see ``TargetModel.prefill``."""
+        self.target.owner = run
+        if self.drafter is not None:
+            self.drafter.owner = run
+        self.target.feature_layers = () if self.drafter is None else self.drafter.feature_layers
+        return self.target.prefill(texts)
 
-    def _draft(self, committed: Committed, temperatures: Tensor, noise: StepNoise, clock: PhaseClock) -> TreeBatch:
-        """Draft one tree per request; without a drafter, trees that are a root only."""
-        drafter = self.drafter
-        if drafter is None:
-            return TreeBatch.from_trees([root_only()] * len(temperatures), temperatures.device)
+    def _holds_caches(self, run: object) -> bool:
+        return self.target.owner is run and (self.drafter is None or self.drafter.owner is run)
 
-        def expand(nodes: LevelNodes) -> Tensor:
-            clock.enter("draft")
-            logits = drafter.expand(nodes)
-            clock.enter("sampling")
-            return logits
-
-        clock.enter("draft")
-        root_logits = drafter.advance(committed.token_ids, committed.counts, committed.features)
-        clock.enter("sampling")
-        return grow_trees(
-            self.config,
-            root_logits,
-            expand,
-            temperatures,
-            noise.probe_uniforms,
-            drafter.vocab_map,
-            self.backend.growth,
-        )
-
-    def _hand_out(
-        self,
-        step: int,
-        live: list[Request],
-        trees: TreeBatch,
-        laws: TargetLaws,
-        walk: VerifyBatch,
-        clock: PhaseClock,
-    ) -> list[StreamEvent]:
-        """Give every request what the step emitted for it; here the host waits for the step's results."""
-        wanted = [request.params.logprobs for request in live if request.params.logprobs is not None]
-        logprobs = None
-        if wanted:
-            rows, token_ids = walk.rows.clamp(min=0), walk.token_ids.clamp(min=0)
-            logprobs = [part.tolist() for part in laws.logprobs(rows, token_ids, max(wanted))]
+    def _verify(
+        self, trees: TreeBatch, laws: TargetLaws, noise: StepNoise, clock: PhaseClock
+    ) -> tuple[VerifyBatch, list[list[int]]]:
+        """The walks, and of each what the host has to know; here it waits for the step's results."""
+        walk = self.backend.verify(trees, laws, noise, self.config.verification)
+        clock.enter(None)
         summary = [
             walk.counts,
             trees.depths.amax(dim=1),
@@ -314,7 +347,23 @@ class RheoDecoder:
             trees.draft_failed,
             *walk.token_ids.unbind(dim=1),
         ]
-        read = torch.stack([values.long() for values in summary], dim=1).tolist()  # one transfer from the device
+        return walk, torch.stack([values.long() for values in summary], dim=1).tolist()  # one transfer from the device
+
+    def _hand_out(
+        self,
+        step: int,
+        live: list[Request],
+        laws: TargetLaws,
+        walk: VerifyBatch,
+        read: list[list[int]],
+        clock: PhaseClock,
+    ) -> list[StreamEvent]:
+        """Give every request what the step emitted for it."""
+        wanted = [request.params.logprobs for request in live if request.params.logprobs is not None]
+        logprobs = None
+        if wanted:
+            rows, token_ids = walk.rows.clamp(min=0), walk.token_ids.clamp(min=0)
+            logprobs = [part.tolist() for part in laws.logprobs(rows, token_ids, max(wanted))]
         clock.settle()
         events = []
         for b, (request, values) in enumerate(zip(live, read, strict=True)):
@@ -327,7 +376,10 @@ class RheoDecoder:
                 if step > 0:  # the prompt's pass is in no count
                     request.metrics.record_pass(count - 1, levels, offered, accepted)
                 entry = None if logprobs is None else [part[b] for part in logprobs]
-                events.append(request.push(emitted[:count], entry, clock.seconds))
+                try:
+                    events.append(request.push(emitted[:count], entry, clock.seconds))
+                except Exception as error:  # say, a tokenizer that cannot decode what this one says
+                    request.fail(f"{type(error).__name__}: {error}", error)
         return events
 
     def _requests(self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
@@ -337,6 +389,9 @@ class RheoDecoder:
             each = [params or SamplingParams()] * len(token_lists)
         else:
             each = list(params)
+        strange = next((type(item).__name__ for item in each if not isinstance(item, SamplingParams)), None)
+        if strange is not None:
+            raise ValueError(f"params must be SamplingParams, one for all or a list of them, got {strange}")
         if len(each) != len(token_lists):
             raise ValueError(
                 f"there are {len(token_lists)} prompts and {len(each)} params; give one for each, or one for all"
@@ -350,15 +405,41 @@ class RheoDecoder:
         ]
 
     def _token_lists(self, prompts: Prompts) -> list[list[int]]:
-        if isinstance(prompts, Tensor):
+        if isinstance(prompts, Tensor | np.ndarray):
             prompts = prompts.tolist()
-        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
+        if not isinstance(prompts, str | Sequence):
+            raise ValueError(f"prompts must be text or token ids, one prompt or a list of them, got {prompts!r}")
+        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | float | np.number))
         several: Sequence[Any] = [prompts] if one else prompts
         if len(several) == 0:
             raise ValueError("there is no prompt")
-        return [self._tokens(prompt) if isinstance(prompt, str) else [int(t) for t in prompt] for prompt in several]
+        return [
+            self._tokens(prompt) if isinstance(prompt, str) else _integers(index, prompt)
+            for index, prompt in enumerate(several)
+        ]
 
     def _tokens(self, text: str) -> list[int]:
         if self.tokenizer is None:
             raise ValueError("text prompts need a tokenizer, and this decoder has none; pass token ids")
         return [int(token) for token in self.tokenizer(text)["input_ids"]]
+
+
+def _integers(index: int, prompt: Any) -> list[int]:
+    """Token ids as integers; a number with a fraction is no token, and a rounded one is another token."""
+    try:
+        return [operator.index(token) for token in (prompt.tolist() if isinstance(prompt, Tensor) else prompt)]
+    except TypeError as error:
+        raise ValueError(f"prompt {index} must be text or a list of integers: {error}") from error
+
+
+def _check_vocab_map(drafter: Drafter) -> None:
+    """A map that names a token twice would count its probability twice, and ties go by its order."""
+    vocab_map = drafter.vocab_map
+    if vocab_map is None:
+        return
+    if vocab_map.shape != (drafter.vocab_size,):
+        raise ValueError(
+            f"the draft's vocab_map has shape {list(vocab_map.shape)}, its vocab_size is {drafter.vocab_size}"
+        )
+    if int(vocab_map.min()) < 0 or bool((vocab_map[1:] <= vocab_map[:-1]).any()):
+        raise ValueError("the draft's vocab_map must increase from 0 or more: each draft id is a target id of its own")

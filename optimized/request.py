@@ -42,22 +42,47 @@ class Request:
         self.metrics = Metrics()
         self.result: GenerationResult | None = None
         self.failure: str | None = None
+        self.cause: Exception | None = None  # what was raised, where the failure is an exception
+        self.drafted = True  # False once its text has outgrown the draft's context
+        self.steps = 0  # walks taken so far, the prompt's included: where its random numbers go on
         self._text = TextStream(tokenizer, params, eos_token_ids, len(prompt), max_positions)
         self._logprobs: list[TokenLogprobs] = []
         self._began = 0.0
+        self._raised_at = -1  # the step at which a model last raised for this request alone
 
     @property
     def done(self) -> bool:
         """Whether it has its result or has failed."""
         return self.result is not None or self.failure is not None
 
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The text so far: prompt and output."""
+        return (*self.prompt, *self._text.token_ids)
+
+    @property
+    def length(self) -> int:
+        """How many tokens prompt and output have so far."""
+        return len(self.prompt) + len(self._text.token_ids)
+
+    @property
+    def generated(self) -> int:
+        """How many tokens of the output there are so far."""
+        return len(self._text.token_ids)
+
     def begin(self) -> None:
         """Start the request's clock."""
         self._began = time.perf_counter()
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, cause: Exception | None = None) -> None:
         """End the request without a result."""
-        self.failure = reason
+        self.failure, self.cause = reason, cause
+
+    def try_again(self) -> bool:
+        """Whether to repeat a step at which a model raised for this request alone: once."""
+        again = self._raised_at != self.steps
+        self._raised_at = self.steps
+        return again
 
     def push(self, emitted: Sequence[int], logprobs: Sequence[Any] | None, seconds: Mapping[str, float]) -> StreamEvent:
         """Take what a step emitted.
@@ -67,6 +92,7 @@ class Request:
             logprobs: (chosen [n], alternatives' ids [n][k], alternatives [n][k]), at least one entry per token.
             seconds: what the batch has spent in each phase so far.
         """
+        self.steps += 1
         text = self._text.push(emitted)
         kept = emitted[: self._text.kept]
         if logprobs is not None and self.params.logprobs is not None:

@@ -241,7 +241,7 @@ class TargetLaws:
 
         What the verification kernels read: softmax(masked / T) is the row's law, for a greedy request the one-hot at
         the largest. Where no parameter asks for a change these are the target's own logits, not copied; otherwise
-        float32, made for all rows at once. Rows that are ``bad`` stay as they are: the kernels report them.
+        float32, made for all rows at once. Rows that are ``bad`` stay so: the kernels report them.
 
         Returns:
             [batch, rows, vocab_size].
@@ -253,12 +253,15 @@ class TargetLaws:
             return self.logits
         every = torch.arange(self.logits.shape[1], device=self.logits.device)
         scores = self._processed(every.expand(self.logits.shape[0], -1))
+        # A bias may reach further than float32 does. Other rows keep their bits, whatever their batch mates ask for.
+        highest = scores.amax(-1, keepdim=True)
+        highest = torch.where(highest.abs() > 1e30, highest, 0.0)
         if not filtered:
-            return scores.float()
+            return (scores - highest).float()
         kept = scores.clone()
         top, bad = _exclude_bad(kept)
         outside = (self._filtered(kept, top) == -math.inf) & ~bad[..., None]
-        return scores.masked_fill_(outside, -math.inf).float()
+        return (scores - highest).masked_fill_(outside, -math.inf).float()
 
     def logprobs(self, rows: Tensor, token_ids: Tensor, alternatives: int) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities under the target's raw logits, before any processing and at temperature 1 (as vLLM's).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -162,34 +163,33 @@ def test_stream_gives_what_generate_gives_and_raises_bad_arguments_at_once() -> 
         decoder().stream([])
 
 
-def test_a_new_generation_ends_the_old_one_and_the_decoder_goes_on() -> None:
-    one = decoder()
-    old = one.stream([[1]], SamplingParams(seed=1, max_new_tokens=30, min_new_tokens=30))
-    next(old)
-    expected = decoder().generate([[4]], MIXED[0])[0].token_ids
-    assert one.generate([[4]], MIXED[0])[0].token_ids == expected
-    with pytest.raises(RuntimeError, match="ended by another one"):
-        next(old)
-
-
-def test_a_finished_stream_may_start_the_next_generation() -> None:
-    one, texts = decoder(), []
-    for event in one.stream([[1]], MIXED[0]):
-        if event.finished:
-            texts.append(one.generate([[4]], MIXED[1])[0].token_ids)
-    assert texts == [decoder().generate([[4]], MIXED[1])[0].token_ids]
-
-
-def test_decoders_that_share_a_target_take_turns() -> None:
+def test_generations_that_share_their_models_take_the_caches_from_each_other_and_keep_their_texts() -> None:
     one = decoder()
     plain = RheoDecoder(one.target, None, config=CONFIG)
-    expected = decoder().generate([[1]], MIXED[0])[0].token_ids
-    old = one.stream([[1]], MIXED[0])
-    next(old)
-    plain.generate([[1]], MIXED[1])
-    with pytest.raises(RuntimeError, match="ended by another one"):
-        next(old)
-    assert one.generate([[1]], MIXED[0])[0].token_ids == expected
+    params = SamplingParams(seed=1, max_new_tokens=30, min_new_tokens=30)
+    expected = [decoder().generate([[1], [5, 6]], params)[i].token_ids for i in range(2)]
+    other = decoder().generate([[4]], MIXED[0])[0].token_ids
+    old = one.stream([[1], [5, 6]], params)
+    results, plain_text = {}, plain.generate([[1]], MIXED[1])[0].token_ids
+    for count, event in enumerate(old):
+        if event.result:
+            results[event.index] = event.result.token_ids
+        if count % 3 == 0:
+            assert one.generate([[4]], MIXED[0])[0].token_ids == other
+        elif count % 3 == 1:
+            assert plain.generate([[1]], MIXED[1])[0].token_ids == plain_text
+    assert [results[0], results[1]] == expected
+
+
+def test_two_generations_in_turns() -> None:
+    one = decoder()
+    expected = [decoder().generate([p], params)[0].token_ids for p, params in zip(PROMPTS[:2], MIXED[:2], strict=True)]
+    streams = [one.stream([p], params) for p, params in zip(PROMPTS[:2], MIXED[:2], strict=True)]
+    texts: list[list[int]] = [[], []]
+    for events in itertools.zip_longest(*streams):
+        for text, event in zip(texts, events, strict=True):
+            text += event.token_ids if event else ()
+    assert [tuple(text) for text in texts] == expected
 
 
 def test_metrics_account_for_every_token() -> None:
@@ -256,8 +256,9 @@ def test_a_raising_model_leaves_the_decoder_usable() -> None:
 
         original = getattr(part, method)
         setattr(part, method, fail)
-        with pytest.raises(RuntimeError, match="out of memory"):
+        with pytest.raises(GenerationError, match="request 0: RuntimeError: out of memory") as caught:
             one.generate([[1]], MIXED[0])
+        assert isinstance(caught.value.__cause__, RuntimeError)
         setattr(part, method, original)
         assert one.generate([[1]], MIXED[0])[0].token_ids == expected
 

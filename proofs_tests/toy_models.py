@@ -44,7 +44,9 @@ class PathTarget:
             features[b, : len(text), 0] = torch.tensor([fingerprint(text[: i + 1]) for i in range(len(text))])
         return torch.stack([self._answer(text) for text in self.texts]), features
 
-    def forward_tree(self, token_ids: Tensor, depths: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward_tree(
+        self, token_ids: Tensor, depths: Tensor, ancestors: Tensor, contain_nan: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         self.passes += 1
         self._rows = [
             [

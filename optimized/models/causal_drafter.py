@@ -35,6 +35,7 @@ class CausalDrafter:
         self.vocab_size = min(self._runner.vocab_size, target_vocab_size)
         self.vocab_map: Tensor | None = None
         self.max_positions = self._runner.max_positions
+        self.owner: object = None
         self._tree = TreeMask()
         self._unread: Tensor | None = None  # [batch, 1] the first tokens, until the first advance
 

@@ -1,4 +1,8 @@
-"""Reading an EAGLE-3 head from a directory: every name, shape and id is checked; nothing unknown is ever filled in."""
+"""Reading an EAGLE-3 head from a directory: every name, shape and id is checked; nothing unknown is ever filled in.
+
+Two layouts are read: the official one, and that of the ``speculators`` library, whose config.json keeps the layer's
+settings in ``transformer_layer_config`` (what is a default there is left out) and whose layer is called ``layers.0``.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import LlamaConfig
 
 from optimized.models.eagle3 import Eagle3Head, llama_config
 
@@ -21,12 +26,33 @@ _WEIGHT_FILES = (
     "pytorch_model.bin.index.json",
 )
 _REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_OF_THE_TARGET = ("verifier_lm_head.weight", "verifier_norm.weight")  # copies that some speculators checkpoints hold
 
 
 def is_eagle3_config(raw: dict[str, Any]) -> bool:
     """Whether a config.json describes an EAGLE-3 head."""
-    architectures = raw.get("architectures") or []
+    architectures = [*(raw.get("architectures") or []), raw.get("speculators_model_type")]
     return "draft_vocab_size" in raw or any("eagle3" in str(name).lower() for name in architectures)
+
+
+def feature_layers_of(raw: dict[str, Any]) -> tuple[int, ...] | None:
+    """Which of the target's ``output_hidden_states`` a head's config.json says it was trained on; None if it does not.
+
+    Named at the top (by speculators and vLLM), an id is that of the layer a hidden state enters, which is its index.
+    Inside ``eagle_config`` (by SpecForge and SGLang), it is that of the layer the state comes out of: one less.
+
+    Raises:
+        ValueError: not a list of integers.
+    """
+    nested = raw.get("eagle_config")
+    for holder, shift in ((raw, 0), (nested if isinstance(nested, dict) else {}, 1)):
+        layers = holder.get(_LAYER_IDS)
+        if layers is not None:
+            if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+                raise ValueError(f"{_LAYER_IDS} must be a list of integers, got {layers!r}")
+            return tuple(layer + shift for layer in layers)
+    return None
 
 
 def load_head(
@@ -49,7 +75,12 @@ def load_head(
     directory = Path(directory)
     raw = read_config(directory)
     tensors = read_tensors(directory)
+    if "transformer_layer_config" in raw:
+        raw, tensors = _from_speculators(directory, raw, tensors)
     _refuse_older_eagle(directory, tensors)
+    if raw.get("norm_before_fc") or raw.get("partial_rotary_factor", 1) != 1:
+        name = "norm_before_fc" if raw.get("norm_before_fc") else "partial_rotary_factor"
+        raise ValueError(f"the head in {directory} has {name}={raw[name]}, which is not supported")
     missing = [key for key in _REQUIRED_KEYS if not isinstance(raw.get(key), int)]
     if missing:
         raise ValueError(f"{directory / 'config.json'} gives no {', '.join(missing)}")
@@ -67,12 +98,39 @@ def load_head(
     draft_vocab_size = raw.get("draft_vocab_size") or raw["vocab_size"]
     config = llama_config(raw)
     with torch.device("meta"):
-        head = Eagle3Head(config, draft_vocab_size, own_embedding="embed_tokens.weight" in tensors)
+        head = Eagle3Head(
+            config,
+            draft_vocab_size,
+            own_embedding="embed_tokens.weight" in tensors,
+            norm_before_residual=bool(raw.get("norm_before_residual", False)),
+        )
     _check_weights(directory, head, tensors)
     vocab_map = _vocab_map(d2t, t2d, draft_vocab_size, target_vocab_size)
     head.load_state_dict(tensors, assign=True)
     head.rotary_emb = type(head.rotary_emb)(config)  # computed, not stored: it must leave the meta device too
     return head.requires_grad_(False), vocab_map
+
+
+def _from_speculators(
+    directory: Path, raw: dict[str, Any], tensors: dict[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config and tensors as in the official layout."""
+    layer = raw["transformer_layer_config"]
+    kind = raw.get("speculators_model_type", "eagle3")
+    model_type = layer.get("model_type", "llama") if isinstance(layer, dict) else None
+    if kind != "eagle3" or model_type != "llama":
+        raise ValueError(
+            f"{directory} holds a speculator of type {kind} with layers of type {model_type}; only eagle3 "
+            "with llama layers is supported"
+        )
+    settings = LlamaConfig(**layer).to_dict()
+    kept = {key: value for key, value in raw.items() if key != "transformer_layer_config"}
+    renamed = {
+        "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name: tensor
+        for name, tensor in tensors.items()
+        if name not in _OF_THE_TARGET
+    }
+    return settings | kept, renamed
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -115,7 +173,11 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     for name in sorted(set(weight_map.values())):
         if Path(name).name != name or not (directory / name).is_file():
             raise ValueError(f"{path} names the shard {name!r}, which is not a file of {directory}")
-        tensors |= _read_file(directory / name)
+        shard = _read_file(directory / name)
+        twice = sorted(shard.keys() & tensors.keys())
+        if twice:
+            raise ValueError(f"{path} names shards that hold the same weights: {', '.join(twice)}")
+        tensors |= shard
     absent = sorted(set(weight_map) - set(tensors))
     if absent:
         raise ValueError(f"{path} lists weights that its shards do not hold: {', '.join(absent)}")
@@ -159,6 +221,8 @@ def _check_weights(directory: Path, head: Eagle3Head, tensors: dict[str, Tensor]
             problems.append(f"{name} is {list(tensor.shape)}, expected {list(expected[name])}")
         elif not tensor.is_floating_point():
             problems.append(f"{name} is {tensor.dtype}, expected floating point")
+        elif not tensor.isfinite().all():
+            problems.append(f"{name} holds NaN or infinity")
     if problems:
         raise ValueError(f"the EAGLE-3 head in {directory} does not fit its config.json: " + "; ".join(problems))
 

@@ -17,13 +17,16 @@ class Drafter(Protocol):
         vocab_map: [vocab_size] long, draft id -> target id, increasing; None when they are the same.
         vocab_size: width of the logits.
         feature_layers: which of the target's hidden states make the features; empty when none are needed.
-        max_positions: the longest sequence that the draft was made for; None without a limit.
+        max_positions: the longest sequence that the draft was made for; None without a limit. A request whose text
+            outgrows it is decoded without a draft.
+        owner: the generation that uses the caches now; whoever starts one sets it.
     """
 
     vocab_map: Tensor | None
     vocab_size: int
     feature_layers: tuple[int, ...]
     max_positions: int | None
+    owner: object
 
     def reset(self, first_tokens: Tensor) -> None:
         """Begin a new batch; first_tokens [batch] long is the token at position 0 of every request."""

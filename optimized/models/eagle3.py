@@ -53,8 +53,9 @@ class Eagle3Attention(LlamaAttention):
 class Eagle3Layer(nn.Module):
     """The decoder layer ``midlayer`` of the checkpoint."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
         super().__init__()
+        self.norm_before_residual = norm_before_residual
         self.self_attn = Eagle3Attention(config)
         self.mlp = LlamaMLP(config)
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -65,9 +66,10 @@ class Eagle3Layer(nn.Module):
         self, embeddings: Tensor, features: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor, cache: TreeCache
     ) -> Tensor:
         """[batch, rows, hidden] embeddings and features -> [batch, rows, hidden]."""
-        both = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(features)], dim=-1)
+        normed = self.hidden_norm(features)
+        both = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
         attended, _ = self.self_attn(both, position_embeddings=rotation, attention_mask=mask, cache=cache)
-        hidden = features + attended  # the residual stream is the feature before its norm
+        hidden = (normed if self.norm_before_residual else features) + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -78,14 +80,22 @@ class Eagle3Head(nn.Module):
         config: see ``llama_config``.
         draft_vocab_size: rows of ``lm_head``.
         own_embedding: whether the checkpoint brings ``embed_tokens``; otherwise the target's embedding is used.
+        norm_before_residual: whether the residual stream is the feature after ``hidden_norm``; in the official heads it
+            is the feature before it.
     """
 
-    def __init__(self, config: LlamaConfig, draft_vocab_size: int, own_embedding: bool = False) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        draft_vocab_size: int,
+        own_embedding: bool = False,
+        norm_before_residual: bool = False,
+    ) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
         self.fc = nn.Linear(3 * config.hidden_size, config.hidden_size, bias=False)
-        self.midlayer = Eagle3Layer(config)
+        self.midlayer = Eagle3Layer(config, norm_before_residual)
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
         self.rotary_emb = LlamaRotaryEmbedding(config)
@@ -147,6 +157,7 @@ class Eagle3Drafter:
         self.vocab_map = None if vocab_map is None else vocab_map.to(self.device)
         self.feature_layers: tuple[int, ...] = feature_layers
         self.max_positions: int | None = head.config.max_position_embeddings
+        self.owner: object = None
         self._tree = TreeMask()
         self._cache = TreeCache(0, self.device)
         self._hidden = torch.empty(

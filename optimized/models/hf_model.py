@@ -38,6 +38,8 @@ def _unsupported_reason(model: Any) -> str | None:
         for name in ("sliding_window", "attention_chunk_size"):
             if getattr(config, name, None) is not None:
                 return f"it uses {name}={getattr(config, name)}; only full attention is supported"
+    if "local" in (getattr(config, "attention_layers", None) or []):
+        return "its layers include local attention; only full attention is supported"
     if getattr(config, "alibi", False):
         return "it uses ALiBi, whose positions are those in the cache, not those in the tree"
     parameters = inspect.signature(model.forward).parameters
@@ -50,6 +52,23 @@ def _unsupported_reason(model: Any) -> str | None:
             f"attention implementation {implementation!r} takes no additive 4D mask; "
             f"load it with attn_implementation in {SUPPORTED_ATTENTION}"
         )
+    # Encoders that can be decoders too take an encoder's states. Their config may leave them encoders; some of them
+    # count positions from elsewhere.
+    return _odd_decoder(model) if "encoder_hidden_states" in parameters else None
+
+
+@torch.no_grad()
+def _odd_decoder(model: Any) -> str | None:
+    """Try two tokens: does the first one's answer depend on the second, are positions 0, 1 what it takes by itself?"""
+    token_ids = torch.tensor([[1, 2], [1, 3]], device=model.device)
+    positions = torch.arange(2, device=model.device).expand(2, -1)
+    by_itself = model.eval()(input_ids=token_ids).logits.float()
+    told = model(input_ids=token_ids, position_ids=positions).logits.float()
+    rounding = 1e-2 * float(by_itself.std())
+    if not torch.allclose(by_itself[0, 0], by_itself[1, 0], atol=rounding, rtol=0):
+        return "its attention looks ahead: it is an encoder (is_decoder=True in its config makes it a decoder)"
+    if not torch.allclose(by_itself, told, atol=rounding, rtol=0):
+        return "it does not count positions from 0"
     return None
 
 

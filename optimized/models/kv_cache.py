@@ -27,6 +27,9 @@ class TreeCache(Cache):
         self.lengths: list[int] = [0] * batch  # committed positions of each request, on the host
         self.device_lengths = torch.zeros(batch, dtype=torch.long, device=device)  # [batch], the same on the device
         self.pending = 0
+        self.contain_nan = (
+            False  # whether NaN and infinities among new keys and values are stored as 0, see ``TargetModel``
+        )
         self._buffers: dict[int, list[Tensor]] = {}  # layer -> [keys, values], each [batch, heads, capacity, head_dim]
         self._capacity = 0
         self._new_rows = 0
@@ -85,6 +88,8 @@ class TreeCache(Cache):
         for which, states in enumerate((key_states, value_states)):
             if buffers[which].shape[2] < self._capacity:
                 buffers[which] = self._grown(buffers[which])
+            if self.contain_nan:
+                states = states.nan_to_num(0.0, 0.0, 0.0)
             if self._start is not None:
                 buffers[which][:, :, self._start : self._start + self._new_rows] = states
             else:

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optimized.models.causal_drafter import CausalDrafter
-from optimized.models.checkpoints import is_eagle3_config, load_head, read_config
+from optimized.models.checkpoints import feature_layers_of, is_eagle3_config, load_head, read_config
 from optimized.models.drafter import Drafter
 from optimized.models.eagle3 import Eagle3Drafter
 from optimized.models.embedded import embedded_head_dir, embedded_target_dir
@@ -75,21 +75,23 @@ def load_drafter(
         target: what it drafts for.
         dtype: of the weights; None is the target's.
         pack: prepack linear layers where that helps (float32 on a CPU), for about as much memory again.
-        feature_layers: which of the target's hidden states an EAGLE-3 head reads; None is (2, n // 2, n - 3).
+        feature_layers: which of the target's hidden states an EAGLE-3 head reads; None is what its config.json says,
+            or else (2, n // 2, n - 3).
 
     Raises:
         ValueError: the checkpoint is damaged, not for this target, or cannot draft trees.
     """
     dtype = dtype or target.dtype
     directory = embedded_head_dir() if name == EMBEDDED else _local(name)
-    if not is_eagle3_config(read_config(directory)):
+    raw = read_config(directory)
+    if not is_eagle3_config(raw):
         return CausalDrafter(_load_causal(directory, dtype, target.device, pack), target.vocab_size)
     head, vocab_map = load_head(directory, target.hidden_size, target.vocab_size)
     head = head.to(target.device, dtype)
     head.rotary_emb = type(head.rotary_emb)(head.rotary_emb.config).to(target.device)  # its frequencies stay float32
     if pack:
         pack_linears(head)
-    layers = feature_layers or default_feature_layers(target.num_layers)
+    layers = feature_layers or feature_layers_of(raw) or default_feature_layers(target.num_layers)
     return Eagle3Drafter(head, target.model.get_input_embeddings(), vocab_map, layers)
 
 
@@ -102,7 +104,16 @@ def _local(name: str | Path) -> Path:
 
 
 def _load_causal(source: str | Path, dtype: torch.dtype | None, device: torch.device | str, pack: bool) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", attn_implementation="sdpa")
+    model, info = AutoModelForCausalLM.from_pretrained(
+        source, dtype=dtype or "auto", attn_implementation="sdpa", output_loading_info=True
+    )
+    missing = sorted(info["missing_keys"])
+    if missing:  # transformers fills them with random numbers and goes on
+        hint = "; it holds fc.weight, as EAGLE heads do" if "fc.weight" in info["unexpected_keys"] else ""
+        raise ValueError(
+            f"{source} lacks {len(missing)} weights of {type(model).__name__}: {', '.join(missing[:4])}"
+            f"{', ...' if len(missing) > 4 else ''}{hint}"
+        )
     model = model.to(device).eval().requires_grad_(False)
     if pack:
         pack_linears(model)

@@ -133,7 +133,9 @@ class TargetModel:
             raise ValueError(f"prompt {index} has token {strange}; the vocabulary is 0..{self.vocab_size - 1}")
 
     @torch.no_grad()
-    def forward_tree(self, token_ids: Tensor, depths: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward_tree(
+        self, token_ids: Tensor, depths: Tensor, ancestors: Tensor, contain_nan: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Score a tree for every request. Nothing is committed; a previous tree that was not committed is dropped.
 
         Args:
@@ -141,6 +143,8 @@ class TargetModel:
                 rows may hold any token of the vocabulary.
             depths: [batch, rows] long, 0 for the root; the position is the committed length plus this.
             ancestors: [batch, rows, rows] bool; whether row i sees row j: j is i itself or one of its ancestors.
+            contain_nan: keep a node whose hidden states are NaN from spoiling rows that do not see it: a weight of 0
+                times NaN is NaN. The node's own logits stay NaN; those below it then mean nothing.
 
         Returns:
             Logits [batch, rows, vocab_size] after each row, and its features [batch, rows, F] or None.
@@ -148,7 +152,9 @@ class TargetModel:
         cache = self._runner.cache
         cache.drop_pending()
         positions = cache.device_lengths[:, None] + depths
+        cache.contain_nan = contain_nan
         logits, hidden = self._runner.forward(token_ids, positions, ancestors, hidden_layers=self.feature_layers)
+        cache.contain_nan = False
         return logits, self._features(hidden)
 
     def _features(self, hidden: tuple[Tensor, ...]) -> Tensor | None:

@@ -1,0 +1,100 @@
+"""Who of a batch is drafted for, and their trees: a drafter never reads a text longer than it was made for."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from optimized.clock import PhaseClock
+from optimized.committed import Committed
+from optimized.growth import GrowthSteps, grow_trees
+from optimized.models import Drafter
+from optimized.randomness import StepNoise
+from optimized.request import Request
+from optimized.trees import LevelNodes, TreeBatch
+from reference.api import RheoConfig
+from reference.tree import root_only
+
+
+class Drafting:
+    """The trees of a batch. A request whose text outgrows the draft's context goes on with trees that are a root only.
+
+    Whether a request is drafted for depends on its own length alone, never on its batch mates.
+
+    Args:
+        drafter: None drafts for nobody.
+        config: the trees' shape.
+        growth: the backend's steps.
+        clock: of the batch.
+    """
+
+    def __init__(self, drafter: Drafter | None, config: RheoConfig, growth: GrowthSteps, clock: PhaseClock) -> None:
+        self._drafter, self._config, self._growth, self._clock = drafter, config, growth, clock
+        self._places: list[int] = []  # of the requests that the drafter holds, in their order
+        self._longest: int | None = None  # how much of whole texts it has to read; None once it has
+
+    def reset(self, live: Sequence[Request], device: torch.device) -> None:
+        """Begin with texts of which the drafter has read nothing."""
+        self._places = [place for place, request in enumerate(live) if self._fits(request)]
+        self._longest = max((live[place].length - 1 for place in self._places), default=0)
+        if self._drafter is not None and self._places:
+            self._drafter.reset(torch.tensor([live[place].prompt[0] for place in self._places], device=device))
+
+    def select(self, keep: Sequence[int], live: Sequence[Request], device: torch.device) -> None:
+        """A step later: ``live`` are the requests that go on, ``keep`` their places until now."""
+        new_place = {old: new for new, old in enumerate(keep)}
+        staying = [row for row, old in enumerate(self._places) if old in new_place and self._fits(live[new_place[old]])]
+        if self._drafter is not None and staying and len(staying) < len(self._places):
+            self._drafter.select(torch.tensor(staying, device=device))
+        self._places = [new_place[self._places[row]] for row in staying]
+
+    def trees(self, committed: Committed, temperatures: Tensor, noise: StepNoise) -> TreeBatch:
+        """One tree per request."""
+        drafter, clock, batch, device = self._drafter, self._clock, len(temperatures), temperatures.device
+        if drafter is None or not self._places:
+            return TreeBatch.from_trees([root_only()] * batch, device)
+        index = None if len(self._places) == batch else torch.tensor(self._places, device=device)
+
+        def spread(logits: Tensor) -> Tensor:
+            """Logits that are all -inf offer nothing: the tree stays a root."""
+            clock.enter("sampling")
+            if logits.shape[-1] != drafter.vocab_size:
+                raise ValueError(f"the draft gave {logits.shape[-1]} logits; its vocab_size is {drafter.vocab_size}")
+            if index is None:
+                return logits
+            return logits.new_full((batch, *logits.shape[1:]), -torch.inf).index_copy_(0, index, logits)
+
+        def expand(nodes: LevelNodes) -> Tensor:
+            clock.enter("draft")
+            if index is not None:
+                nodes = LevelNodes(nodes.token_ids[index], nodes.parents[index], nodes.valid[index], nodes.depth)
+            return spread(drafter.expand(nodes))
+
+        clock.enter("draft")
+        mine = committed if index is None else committed.select(index).first(self._longest)
+        self._longest = None
+        root_logits = spread(drafter.advance(mine.token_ids, mine.counts, mine.features))
+        trees = grow_trees(
+            self._config, root_logits, expand, temperatures, noise.probe_uniforms, drafter.vocab_map, self._growth
+        )
+        if index is None:
+            return trees
+        asked = torch.zeros(batch, dtype=torch.bool, device=device).index_fill_(0, index, True)
+        return replace(trees, draft_failed=trees.draft_failed & asked)
+
+    def _fits(self, request: Request) -> bool:
+        """Whether the text and the deepest node of a tree below it lie within what the drafter was made for."""
+        limit = getattr(self._drafter, "max_positions", None)
+        fits = limit is None or request.length + self._config.depth <= limit
+        if not fits and request.drafted:
+            request.drafted = False  # and it stays so: texts only grow
+            warnings.warn(
+                f"request {request.index}: its text has {request.length} tokens and the draft's context is {limit}; "
+                "it goes on without a draft, one token per pass",
+                stacklevel=2,
+            )
+        return fits
