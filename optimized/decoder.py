@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from optimized.backends import BackendName, choose_backend
+from optimized.calibration import Calibrator
 from optimized.clock import PhaseClock
 from optimized.committed import Committed, after_walk, whole_texts
 from optimized.drafting import Drafting
@@ -29,7 +31,8 @@ from reference.api import RheoConfig, VerifyResult
 from reference.tree import DraftTree, root_only
 
 STEPS_AHEAD = 8  # random numbers are made for so many steps at once
-TARGET_FAILED = 4  # its place in what the host reads of a walk
+TARGET_FAILED, DRAFT_FAILED = 4, 5  # their places in what the host reads of a walk
+CALIBRATION_STEPS = 8  # weights that are learned stay the same for so many steps
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor
 
 
@@ -47,6 +50,9 @@ class RheoDecoder:
         max_batch_size: how many requests run side by side; longer lists are worked off in groups of this size.
         backend: who does the sampling side, "torch", "triton" or "cupy"; "auto" takes the best that can run here. The
             attribute ``backend.name`` says which it is.
+        calibrator: learns the path scores' weights while decoding; they take the place of ``config.weights`` and hold
+            for some steps each, whoever's. Texts keep their law, but what a seed gives then depends on what was decoded
+            before. ``calibrator.weights().source`` says where the weights come from.
 
     Raises:
         ValueError: the drafter speaks of tokens that the target does not have, or reads features it does not give, or
@@ -62,6 +68,7 @@ class RheoDecoder:
         config: RheoConfig | None = None,
         max_batch_size: int = 32,
         backend: BackendName = "auto",
+        calibrator: Calibrator | None = None,
     ) -> None:
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
@@ -70,6 +77,9 @@ class RheoDecoder:
         self.tokenizer = tokenizer
         self.config = config or RheoConfig()
         self.max_batch_size = max_batch_size
+        self.calibrator = calibrator
+        if calibrator is not None:
+            self.config = replace(self.config, weights=calibrator.weights())
         self.backend = choose_backend(backend, torch.device(target.device), self.config)
         if drafter is not None:
             _check_vocab_map(drafter)
@@ -254,6 +264,7 @@ class RheoDecoder:
             config.tree_size + 1,
             device,
             config.probes,
+            self.backend.uniforms,
         )
         drafting = Drafting(self.drafter, config, self.backend.growth, clock)
         noises: list[StepNoise] = []
@@ -274,6 +285,9 @@ class RheoDecoder:
                     _, features = self._read(run, [request.tokens[:-1] for request in live])
                     committed = whole_texts(live, features, device)
                     drafting.reset(live, device)
+                if self.calibrator is not None and step % CALIBRATION_STEPS == 1:
+                    # Before the step's probes are drawn, and from earlier steps only: that keeps the text's law.
+                    drafting.config = replace(config, weights=self.calibrator.weights())
                 trees = drafting.trees(committed, sampling.temperatures, noise)
                 clock.enter("target")
                 token_ids = torch.cat([committed.last, trees.token_ids[:, 1:]], dim=1)
@@ -290,6 +304,10 @@ class RheoDecoder:
                 clock.enter("sampling")
                 laws = TargetLaws(logits, sampling, trees)
                 walk, read = self._verify(trees, laws, noise, clock)
+            if self.calibrator is not None and not any(
+                values[TARGET_FAILED] or values[DRAFT_FAILED] for values in read
+            ):
+                self.calibrator.observe(trees, walk, laws.kept or [], config.branching, sampling.temperatures)
             events = self._hand_out(step, live, laws, walk, read, clock)
             sampling.observe(walk.token_ids, walk.counts)
             yield trees, walk, events
@@ -336,6 +354,7 @@ class RheoDecoder:
         self, trees: TreeBatch, laws: TargetLaws, noise: StepNoise, clock: PhaseClock
     ) -> tuple[VerifyBatch, list[list[int]]]:
         """The walks, and of each what the host has to know; here it waits for the step's results."""
+        laws.kept = None if self.calibrator is None else []
         walk = self.backend.verify(trees, laws, noise, self.config.verification)
         clock.enter(None)
         summary = [
