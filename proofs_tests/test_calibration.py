@@ -12,8 +12,9 @@ import torch
 
 from optimized import drafting
 from optimized.calibration import Calibrator, load_weights, prior_weights, save_weights
-from optimized.decoder import CALIBRATION_STEPS, RheoDecoder
+from optimized.decoder import RheoDecoder
 from optimized.growth import grow_trees
+from optimized.loop import CALIBRATION_STEPS
 from optimized.models import CausalDrafter, TargetModel
 from optimized.randomness import StepRandomness
 from optimized.sampling_params import SamplingParams
