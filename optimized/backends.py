@@ -1,6 +1,6 @@
 """Which code does the sampling side of a step: Torch anywhere, Triton and CUDA kernels where they can run.
 
-| backend | slots of a level, verification rows | beam, pruning, walk | runs on |
+| backend | random numbers, slots of a level, verification rows | beam, pruning, walk | runs on |
 |---|---|---|---|
 | torch | Torch | Torch | anything |
 | triton | Triton | Torch | CUDA; the CPU under TRITON_INTERPRET=1, to test |
@@ -20,6 +20,7 @@ from typing import Literal, get_args
 import torch
 
 from optimized.growth import TORCH_STEPS, GrowthSteps
+from optimized.randomness import UniformsKernel
 from optimized.target_laws import TargetLaws
 from optimized.trees import TreeBatch
 from optimized.verification import VerifyBatch, WalkNoise, verify_trees
@@ -37,11 +38,13 @@ class Backend:
         name: "torch", "triton" or "cupy".
         growth: the steps of ``grow_trees``.
         verify: the walk of a batch, from trees, target laws, noise and rule.
+        uniforms: a generator of its own for ``StepRandomness``; None for Torch's.
     """
 
     name: str
     growth: GrowthSteps
     verify: Verify
+    uniforms: UniformsKernel | None = None
 
 
 TORCH = Backend("torch", TORCH_STEPS, verify_trees)

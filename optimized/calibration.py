@@ -84,6 +84,8 @@ class Calibrator:
             branching: slots of a node.
             temperatures: [batch].
         """
+        if trees.law_rows is None:  # roots only: nothing was drafted
+            return
         for kind, points in enumerate(_points(trees, walk, laws, branching, temperatures)):
             self._add(kind, points)
 
@@ -115,8 +117,8 @@ def _points(
     trees: TreeBatch, walk: VerifyBatch, laws: list[Tensor], branching: int, temperatures: Tensor
 ) -> tuple[Points, Points, Points]:
     """For leads, probes and fills, from every node where a walk stood and that had been expanded."""
-    if trees.law_rows is None or trees.masses is None:
-        raise ValueError("these trees were grown without calibrated weights, so they do not know what to learn from")
+    assert trees.law_rows is not None
+    assert trees.masses is not None
     places = torch.arange(trees.law_rows.shape[1], device=trees.law_rows.device)
     own = (trees.law_rows > 0) | (places == 0)
     masses, probs, requests = [], [], []

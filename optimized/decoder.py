@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,19 @@ import torch
 from torch import Tensor
 
 from optimized.backends import BackendName, choose_backend
+from optimized.calibration import Calibrator
 from optimized.clock import PhaseClock
-from optimized.committed import Committed, after_walk, whole_texts
-from optimized.drafting import Drafting
+from optimized.loop import BatchLoop
 from optimized.models import CausalDrafter, Drafter, TargetModel, check_same_tokenizer
 from optimized.models.loading import load_drafter, load_target, load_tokenizer
 from optimized.outputs import GenerationError, GenerationResult, StreamEvent
-from optimized.randomness import StepNoise, StepRandomness
 from optimized.request import Request
 from optimized.sampling_params import SamplingParams
-from optimized.target_laws import SamplingBatch, TargetLaws
 from optimized.trees import TreeBatch
 from optimized.verification import VerifyBatch
 from reference.api import RheoConfig, VerifyResult
-from reference.tree import DraftTree, root_only
+from reference.tree import DraftTree
 
-STEPS_AHEAD = 8  # random numbers are made for so many steps at once
-TARGET_FAILED = 4  # its place in what the host reads of a walk
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor
 
 
@@ -47,6 +44,9 @@ class RheoDecoder:
         max_batch_size: how many requests run side by side; longer lists are worked off in groups of this size.
         backend: who does the sampling side, "torch", "triton" or "cupy"; "auto" takes the best that can run here. The
             attribute ``backend.name`` says which it is.
+        calibrator: learns the path scores' weights while decoding; they take the place of ``config.weights`` and hold
+            for some steps each, whoever's. Texts keep their law, but what a seed gives then depends on what was decoded
+            before. ``calibrator.weights().source`` says where the weights come from.
 
     Raises:
         ValueError: the drafter speaks of tokens that the target does not have, or reads features it does not give, or
@@ -62,6 +62,7 @@ class RheoDecoder:
         config: RheoConfig | None = None,
         max_batch_size: int = 32,
         backend: BackendName = "auto",
+        calibrator: Calibrator | None = None,
     ) -> None:
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
@@ -70,6 +71,9 @@ class RheoDecoder:
         self.tokenizer = tokenizer
         self.config = config or RheoConfig()
         self.max_batch_size = max_batch_size
+        self.calibrator = calibrator
+        if calibrator is not None:
+            self.config = replace(self.config, weights=calibrator.weights())
         self.backend = choose_backend(backend, torch.device(target.device), self.config)
         if drafter is not None:
             _check_vocab_map(drafter)
@@ -216,7 +220,8 @@ class RheoDecoder:
         while waiting:
             batch = waiting.pop()
             try:
-                yield from self._loop(batch, clock)
+                loop = BatchLoop(self.target, self.drafter, self.config, self.backend, self.calibrator, clock)
+                yield from loop.run(batch)
             except Exception as error:  # whatever a model may raise: out of memory, a bug in a drafter of one's own
                 traceback.clear_frames(error.__traceback__)  # they hold what filled the memory
                 clock.enter(None)
@@ -228,159 +233,6 @@ class RheoDecoder:
                 else:
                     half = len(left) // 2
                     waiting += [part for part in (left[half:], left[:half]) if part]
-
-    @torch.inference_mode()
-    def _loop(
-        self, live: list[Request], clock: PhaseClock
-    ) -> Iterator[tuple[TreeBatch, VerifyBatch, list[StreamEvent]]]:
-        """The loop: draft, grow, target, verify, commit. Step 0 verifies an empty tree behind the prompts.
-
-        It begins where the requests are: at their prompts, or behind the last step of a loop that broke off.
-        """
-        run, config, device = object(), self.config, self.target.device
-        step = live[0].steps
-        sampling = SamplingBatch.from_params(
-            [request.params for request in live],
-            [request.tokens for request in live],
-            self.target.vocab_size,
-            self.target.eos_token_ids,
-            device,
-        )
-        sampling.generated += torch.tensor([request.generated for request in live], device=device)
-        randomness = StepRandomness(
-            [request.seed for request in live],
-            config.depth,
-            config.beam_width,
-            config.tree_size + 1,
-            device,
-            config.probes,
-        )
-        drafting = Drafting(self.drafter, config, self.backend.growth, clock)
-        noises: list[StepNoise] = []
-        committed: Committed | None = None  # None: the caches do not hold the texts
-        while True:
-            clock.enter("sampling")
-            if not noises or step % STEPS_AHEAD == 0:
-                begin = torch.full((len(live),), step - step % STEPS_AHEAD, device=device)
-                noises = randomness.ahead(begin, STEPS_AHEAD)
-            noise = noises[step % STEPS_AHEAD]
-            clock.enter("target")
-            if step == 0:
-                logits, features = self._read(run, [request.prompt for request in live])
-                logits = logits.unsqueeze(1)
-                trees = TreeBatch.from_trees([root_only()] * len(live), device)
-            else:
-                if committed is None:
-                    _, features = self._read(run, [request.tokens[:-1] for request in live])
-                    committed = whole_texts(live, features, device)
-                    drafting.reset(live, device)
-                trees = drafting.trees(committed, sampling.temperatures, noise)
-                clock.enter("target")
-                token_ids = torch.cat([committed.last, trees.token_ids[:, 1:]], dim=1)
-                logits, features = self.target.forward_tree(token_ids, trees.depths, trees.ancestors())
-            clock.enter("sampling")
-            laws = TargetLaws(logits, sampling, trees)
-            walk, read = self._verify(trees, laws, noise, clock)
-            if step > 0 and any(values[TARGET_FAILED] for values in read):
-                # Perhaps only a node that the walk does not need is NaN, and has spoiled the rows beside it.
-                clock.enter("target")
-                logits, features = self.target.forward_tree(
-                    token_ids, trees.depths, trees.ancestors(), contain_nan=True
-                )
-                clock.enter("sampling")
-                laws = TargetLaws(logits, sampling, trees)
-                walk, read = self._verify(trees, laws, noise, clock)
-            events = self._hand_out(step, live, laws, walk, read, clock)
-            sampling.observe(walk.token_ids, walk.counts)
-            yield trees, walk, events
-            keep = [b for b, request in enumerate(live) if not request.done]
-            if not keep:
-                return
-
-            clock.enter("target")
-            step += 1
-            evicted = not self._holds_caches(run)
-            if step > 1 and not evicted:
-                self.target.commit(walk.rows, walk.counts)
-                committed = after_walk(walk, features)
-            if len(keep) < len(live):
-                index = torch.tensor(keep, device=device)
-                live = [live[b] for b in keep]
-                sampling.select(keep)
-                randomness.select(index)
-                noises = [noise.select(index) for noise in noises]
-                if not evicted:
-                    self.target.select(index)
-                    features = None if features is None else features[index]
-                    committed = None if committed is None else committed.select(index)
-            if evicted:
-                committed = None
-            elif step == 1:
-                committed = whole_texts(live, features, device)
-                drafting.reset(live, device)
-            else:
-                drafting.select(keep, live, device)
-
-    def _read(self, run: object, texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
-        """Take the caches, whoever has them, and read texts from their beginning; see ``TargetModel.prefill``."""
-        self.target.owner = run
-        if self.drafter is not None:
-            self.drafter.owner = run
-        self.target.feature_layers = () if self.drafter is None else self.drafter.feature_layers
-        return self.target.prefill(texts)
-
-    def _holds_caches(self, run: object) -> bool:
-        return self.target.owner is run and (self.drafter is None or self.drafter.owner is run)
-
-    def _verify(
-        self, trees: TreeBatch, laws: TargetLaws, noise: StepNoise, clock: PhaseClock
-    ) -> tuple[VerifyBatch, list[list[int]]]:
-        """The walks, and of each what the host has to know; here it waits for the step's results."""
-        walk = self.backend.verify(trees, laws, noise, self.config.verification)
-        clock.enter(None)
-        summary = [
-            walk.counts,
-            trees.depths.amax(dim=1),
-            walk.probes_offered.sum(dim=1),
-            walk.probes_accepted.sum(dim=1),
-            laws.bad,
-            trees.draft_failed,
-            *walk.token_ids.unbind(dim=1),
-        ]
-        return walk, torch.stack([values.long() for values in summary], dim=1).tolist()  # one transfer from the device
-
-    def _hand_out(
-        self,
-        step: int,
-        live: list[Request],
-        laws: TargetLaws,
-        walk: VerifyBatch,
-        read: list[list[int]],
-        clock: PhaseClock,
-    ) -> list[StreamEvent]:
-        """Give every request what the step emitted for it."""
-        wanted = [request.params.logprobs for request in live if request.params.logprobs is not None]
-        logprobs = None
-        if wanted:
-            rows, token_ids = walk.rows.clamp(min=0), walk.token_ids.clamp(min=0)
-            logprobs = [part.tolist() for part in laws.logprobs(rows, token_ids, max(wanted))]
-        clock.settle()
-        events = []
-        for b, (request, values) in enumerate(zip(live, read, strict=True)):
-            count, levels, offered, accepted, target_failed, draft_failed, *emitted = values
-            if draft_failed:
-                request.fail("the draft's logits were NaN, +inf or all -inf")
-            elif target_failed:
-                request.fail("the target's logits were NaN or +inf, or no token was left after processing")
-            else:
-                if step > 0:  # the prompt's pass is in no count
-                    request.metrics.record_pass(count - 1, levels, offered, accepted)
-                entry = None if logprobs is None else [part[b] for part in logprobs]
-                try:
-                    events.append(request.push(emitted[:count], entry, clock.seconds))
-                except Exception as error:  # say, a tokenizer that cannot decode what this one says
-                    request.fail(f"{type(error).__name__}: {error}", error)
-        return events
 
     def _requests(self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
         """Check everything that can be checked before any work is done."""

@@ -33,7 +33,7 @@ class Drafting:
     """
 
     def __init__(self, drafter: Drafter | None, config: RheoConfig, growth: GrowthSteps, clock: PhaseClock) -> None:
-        self._drafter, self._config, self._growth, self._clock = drafter, config, growth, clock
+        self._drafter, self.config, self._growth, self._clock = drafter, config, growth, clock
         self._places: list[int] = []  # of the requests that the drafter holds, in their order
         self._longest: int | None = None  # how much of whole texts it has to read; None once it has
 
@@ -79,7 +79,7 @@ class Drafting:
         self._longest = None
         root_logits = spread(drafter.advance(mine.token_ids, mine.counts, mine.features))
         trees = grow_trees(
-            self._config, root_logits, expand, temperatures, noise.probe_uniforms, drafter.vocab_map, self._growth
+            self.config, root_logits, expand, temperatures, noise.probe_uniforms, drafter.vocab_map, self._growth
         )
         if index is None:
             return trees
@@ -89,7 +89,7 @@ class Drafting:
     def _fits(self, request: Request) -> bool:
         """Whether the text and the deepest node of a tree below it lie within what the drafter was made for."""
         limit = getattr(self._drafter, "max_positions", None)
-        fits = limit is None or request.length + self._config.depth <= limit
+        fits = limit is None or request.length + self.config.depth <= limit
         if not fits and request.drafted:
             request.drafted = False  # and it stays so: texts only grow
             warnings.warn(

@@ -15,6 +15,7 @@ from optimized.growth import TORCH_STEPS, Beam, GrowthSteps
 from optimized.kernels import rows as row_kernels
 from optimized.kernels import slots as slot_kernels
 from optimized.kernels import tree as tree_kernels
+from optimized.kernels.philox import step_uniforms
 from optimized.kernels.rows import RowOutcomes
 from optimized.slots import LevelSlots
 from optimized.target_laws import TargetLaws
@@ -163,5 +164,10 @@ def _record_failures(laws: TargetLaws, outcomes: RowOutcomes, walk: VerifyBatch)
     laws.bad |= (outcomes.failed.gather(1, walk.rows.clamp(min=0)) & visited).any(dim=1)
 
 
-TRITON = Backend("triton", GrowthSteps(level_slots, TORCH_STEPS.select_beam, TORCH_STEPS.prune), verify_with_torch_walk)
-CUPY = Backend("cupy", GrowthSteps(level_slots, select_beam, prune), verify_with_cuda_walk)
+TRITON = Backend(
+    "triton",
+    GrowthSteps(level_slots, TORCH_STEPS.select_beam, TORCH_STEPS.prune),
+    verify_with_torch_walk,
+    step_uniforms,
+)
+CUPY = Backend("cupy", GrowthSteps(level_slots, select_beam, prune), verify_with_cuda_walk, step_uniforms)

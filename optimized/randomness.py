@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from reference.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, Purpose, check_seed
 
 WORD = 0xFFFFFFFF
+UniformsKernel = Callable[[Tensor, Tensor, int, int, int], tuple[Tensor, ...]]
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -60,6 +61,8 @@ class StepRandomness:
         rows: tree rows, root included.
         device: where the numbers are used.
         probes: probes per node.
+        kernel: a backend's own generator, the same bits in one launch, for one probe per node: (keys [batch, 2], steps
+            [batch], depth, beam, rows) -> probe, accept, residual and lead uniforms.
     """
 
     def __init__(
@@ -70,7 +73,9 @@ class StepRandomness:
         rows: int,
         device: torch.device | str = "cpu",
         probes: int = 1,
+        kernel: UniformsKernel | None = None,
     ) -> None:
+        self.kernel = kernel
         self.depth, self.beam, self.rows, self.probes = depth, beam, rows, probes
         self._keys = torch.tensor([check_seed(seed) for seed in seeds], dtype=torch.long, device=device).view(-1, 2)
         nodes = {Purpose.PROBE: depth * beam, Purpose.ACCEPT: rows, Purpose.RESIDUAL: rows, Purpose.LEAD: rows}
@@ -106,6 +111,10 @@ class StepRandomness:
             count: how many steps.
         """
         each = steps.view(-1, 1, 1) + torch.arange(count, device=steps.device).unsqueeze(1)
+        if self.kernel is not None:
+            keys = self._keys.repeat_interleave(count, dim=0)
+            made = self.kernel(keys, each.flatten(), self.depth, self.beam, self.rows)
+            return [StepNoise(*(values[step::count] for values in made)) for step in range(count)]
         counter = (self._nodes, each, self._purposes, self._draws)
         word0, word1, _, _ = philox4x32(counter, (self._keys[:, 0].view(-1, 1, 1), self._keys[:, 1].view(-1, 1, 1)))
         coarse = (word0 >> 8).double() * 2.0**-24

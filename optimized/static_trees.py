@@ -9,6 +9,7 @@ size is found by dynamic programming (Sequoia: Chen et al., "Scalable, Robust, a
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from optimized.models.embedded import embedded_head_dir
 from reference.api import VerifyResult
 from reference.topology import Ranks, Topology, canonical_topology
 from reference.tree import DraftTree, law_without
@@ -158,12 +160,24 @@ def measure_acceptance(trees: Iterable[tuple[DraftTree, ArrayLike]], children: i
     return Acceptance(tested, accepted)
 
 
+def embedded_topology(size: int, depth: int = 8) -> Topology:
+    """The best topology of a size for the embedded pair, by the acceptance rates measured on it and kept beside it."""
+    counts = json.loads((embedded_head_dir() / "acceptance.json").read_text(encoding="utf-8"))
+    return optimal_topology(np.array(counts["accepted"]) / np.array(counts["tested"]), size, depth)
+
+
 def read_topology(path: str | Path) -> Topology:
     """Read a topology from a JSON file: a list of paths of child ranks, as in EAGLE's and Medusa's ``choices``.
+
+    Args:
+        path: of the file; or "embedded-N": the best topology of N nodes for the embedded pair.
 
     Raises:
         ValueError: no such file, no JSON, or no topology; the file is named.
     """
+    named = re.fullmatch(r"embedded-([1-9]\d{0,3})", str(path))
+    if named:
+        return embedded_topology(int(named[1]))
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

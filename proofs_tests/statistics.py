@@ -33,6 +33,10 @@ FAMILIES = (
     "chi square rrsw",
     "chi square topk",
     "chi square deep",
+    "chi square triton rheo",
+    "chi square triton rrsw",
+    "chi square triton rheo deep",
+    "chi square triton rrsw deep",
     "real model",
     "statistical mutants",
 )

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from optimized.calibration import prior_weights
 from optimized.evidence.batched import STATIC, MarkovCase, StaticTree
 from optimized.evidence.markov import BLOCK, block_counts, block_law, sample_blocks, target_law
 from optimized.growth import grow_trees
@@ -74,6 +75,10 @@ CASES = [
               draws=54_000),
     SizedCase("three probes of three slots", "ties", (0, 3, 6, 1), (PLAIN, HOT_TOP_P), config={"probes": 3},
               draws=36_000),
+    SizedCase("calibrated weights, m per node, threshold", "opposite", (1, 4, 6, 1), (PLAIN, COOL, GREEDY), config={
+        "weights": prior_weights(), "lead_tokens": "auto", "score_threshold": 0.02}, draws=54_000),
+    SizedCase("calibrated weights, m = 2, two probes", "noisy", (2, 4, 6, 2), (PLAIN, HOT), config={
+        "weights": prior_weights(), "probes": 2}, draws=36_000),
     SizedCase("static tree", "opposite", STATIC, (PLAIN, COOL, TOP_P, GREEDY), draws=72_000),
     SizedCase("static fan, small draft vocabulary", "small vocabulary",
               StaticTree(((0,), (1,), (2,), (1, 0), (1, 0, 0))), (PLAIN, COLD), draws=36_000),
@@ -141,6 +146,7 @@ def test_cases_cover_what_they_should():
     shapes = [case.rheo_config("rheo") for case in CASES]
     assert {shape.probes for shape in shapes} == {1, 2, 3}
     found = {(shape.lead_tokens, shape.branching) for shape in shapes}
+    assert "auto" in {shape.lead_tokens for shape in shapes}
     assert found >= {(0, 2), (1, 2), (2, 2), (0, 3), (1, 3), (2, 3), (0, 4), (2, 4), (3, 4)}
     assert {case.vocab_size for case in CASES} == {8, 17, 64}
     asked_for = [params for case in CASES for params in case.params]

@@ -90,3 +90,13 @@ def test_uniforms_stay_below_one_and_have_their_resolution(monkeypatch: pytest.M
 def test_seeds_outside_64_bits_are_refused(seed: object) -> None:
     with pytest.raises(ValueError, match="seed must be an integer in"):
         uniforms24(seed, 0, Purpose.PROBE, 1)  # type: ignore[arg-type]
+
+
+def test_a_backends_generator_gives_the_same_steps() -> None:
+    from optimized.kernel_backends import TRITON
+
+    seeds, steps = [5, 2**40 + 9, 2**64 - 1], torch.tensor([0, 7, 2**31])
+    plain, kernel = (StepRandomness(seeds, 3, 2, 11, kernel=made) for made in (None, TRITON.uniforms))
+    for ours, theirs in zip(plain.ahead(steps, 3), kernel.ahead(steps, 3), strict=True):
+        for name in ("probe_uniforms", "accept_uniforms", "residual_uniforms", "lead_uniforms"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name

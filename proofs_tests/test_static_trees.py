@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from optimized.evidence.cases import HARD_CASES_BY_NAME
+from optimized.models.embedded import embedded_head_dir
 from optimized.static_trees import (
     count_acceptance,
     expected_length,
@@ -203,3 +205,18 @@ def test_measured_acceptance_refuses_a_tree_with_fills() -> None:
     )
     with pytest.raises(ValueError, match="row 2 was not sampled; a static tree has probes only"):
         measure_acceptance([(tree, np.full((3, 3), 1 / 3))], 2)
+
+
+@pytest.mark.parametrize("size", [1, 8, 60])
+def test_the_embedded_pair_has_a_topology_of_every_size(size: int) -> None:
+    topology = read_topology(f"embedded-{size}")
+    assert len(topology) == size
+    assert RheoConfig.static(topology).tree_size == size
+    worth = expected_length(topology, embedded_rates())
+    chain = tuple((0,) * (level + 1) for level in range(min(size, 8)))
+    assert worth >= expected_length(chain, embedded_rates())
+
+
+def embedded_rates() -> list[float]:
+    counts = json.loads((embedded_head_dir() / "acceptance.json").read_text())
+    return [a / b for a, b in zip(counts["accepted"], counts["tested"], strict=True)]

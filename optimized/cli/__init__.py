@@ -3,6 +3,7 @@
 import typer
 
 from optimized.cli.bench import bench
+from optimized.cli.calibrate import calibrate
 from optimized.cli.chat import chat
 from optimized.cli.command import command
 from optimized.cli.demo import demo
@@ -24,7 +25,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for function in (demo, generate, chat, tree, verify, bench, report, layer, info):
+for function in (demo, generate, chat, tree, verify, calibrate, bench, report, layer, info):
     command(app, function.__name__)(function)
 command(app, "train-head")(train_head)
 command(app, "evaluate-head")(evaluate_head)

@@ -74,8 +74,14 @@ class TreeOptions:
     """How draft trees are grown and verified; ranges are checked by ``RheoConfig``."""
 
     lead_tokens: Annotated[
-        int, Option("--lead-tokens", "-m", help="The rheostat: top tokens before the probe.", rich_help_panel=TREE)
-    ] = 1
+        str,
+        Option(
+            "--lead-tokens",
+            "-m",
+            help="The rheostat: top tokens before the probe; auto, with --weights: what promises most, node by node.",
+            rich_help_panel=TREE,
+        ),
+    ] = "1"
     branching: Annotated[int, Option(help="Slots of a node.", rich_help_panel=TREE)] = RheoConfig.branching
     depth: Annotated[int, Option(help="Levels drafted.", rich_help_panel=TREE)] = RheoConfig.depth
     tree_size: Annotated[int, Option(help="Draft nodes kept per step.", rich_help_panel=TREE)] = RheoConfig.tree_size
@@ -97,9 +103,14 @@ class TreeOptions:
     topology: Annotated[
         Path | None,
         Option(
-            help="JSON list of paths of child ranks: the shape of --proposal static, in place of the others.",
+            help="JSON list of paths of child ranks, or embedded-N, the best of N nodes for the embedded pair: the shape of "
+            "--proposal static, in place of the others.",
             rich_help_panel=TREE,
         ),
+    ] = None
+    weights: Annotated[
+        Path | None,
+        Option(help="File of rheo calibrate: path scores by what nodes are worth.", rich_help_panel=TREE),
     ] = None
 
     def config(self) -> RheoConfig:
@@ -112,10 +123,22 @@ class TreeOptions:
         if (self.topology is None) != (self.proposal != "static"):
             raise ValueError("--proposal static and --topology go together: give both or neither")
         if self.topology is None:
-            return RheoConfig(**vars(self))
+            from optimized.calibration import load_weights
+
+            weights = None if self.weights is None else load_weights(self.weights)
+            return RheoConfig(**{**vars(self), "lead_tokens": self._lead_tokens(), "weights": weights})
+        if self.weights is not None:
+            raise ValueError("--weights do not go with --proposal static, which keeps its whole topology")
         from optimized.static_trees import read_topology
 
         return RheoConfig.static(read_topology(self.topology), self.draft_support, self.verification)
+
+    def _lead_tokens(self) -> int | Literal["auto"]:
+        if self.lead_tokens == "auto":
+            return "auto"
+        if not self.lead_tokens.strip().isdecimal():
+            raise ValueError(f"--lead-tokens {self.lead_tokens}: a number from 0 on is wanted, or auto")
+        return int(self.lead_tokens)
 
 
 @dataclass(frozen=True)

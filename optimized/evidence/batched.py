@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from optimized.calibration import prior_weights
 from optimized.evidence.exact import RULES, Rule
 from optimized.evidence.judgement import Judgement, check_alpha, judge
 from optimized.evidence.markov import BLOCK, MarkovModel, block_counts, block_law, sample_blocks
@@ -75,7 +76,8 @@ class MarkovCase:
             return RheoConfig.static(self.shape.topology, verification=verification, **self.config)
         m, branching, size, beam = self.shape
         proposal: Proposal = "topk" if rule == "topk" else "rheo"
-        return RheoConfig(m, branching, BLOCK, size, beam, proposal=proposal, verification=verification, **self.config)
+        shape = RheoConfig(m, branching, BLOCK, size, beam, proposal=proposal, verification=verification)
+        return replace(shape, **self.config)
 
 
 def draft_logits(kind: str, target: Tensor, noise: Tensor, vocab_map: Tensor | None) -> Tensor:
@@ -120,6 +122,13 @@ CASES = (
     MarkovCase("two tokens of memory", "noisy", (1, 3, 6, 2), (PLAIN, MIN_P), order=2),
     MarkovCase("cut support of 5 in 17", "noisy", (1, 3, 6, 1), (COOL, COLD), 17, 1, 2.5, {"draft_support": 5}),
     MarkovCase("two probes per node", "opposite", (1, 4, 6, 1), (PLAIN, COOL), config={"probes": 2}),
+    MarkovCase(
+        "calibrated weights",
+        "opposite",
+        (1, 4, 6, 1),
+        (PLAIN, COOL),
+        config={"weights": prior_weights(), "lead_tokens": "auto", "score_threshold": 0.02},
+    ),
     MarkovCase("static tree", "opposite", STATIC, (PLAIN, COOL, GREEDY)),
 )
 

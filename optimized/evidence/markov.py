@@ -15,12 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from optimized.backends import TORCH, Backend
 from optimized.growth import grow_trees
 from optimized.randomness import StepNoise, StepRandomness
 from optimized.sampling_params import SamplingParams
 from optimized.target_laws import SamplingBatch, TargetLaws
 from optimized.trees import LevelNodes, TreeBatch
-from optimized.verification import VerifyBatch, verify_trees
+from optimized.verification import VerifyBatch
 from reference.api import RheoConfig
 
 BLOCK = 3  # tokens whose joint law is compared
@@ -92,6 +93,7 @@ def sample_blocks(
     with_noise: Callable[[StepNoise], StepNoise] = _unchanged,
     step_counter: Callable[[int], int] = _own_steps,
     on_walks: Callable[[VerifyBatch], None] | None = None,
+    backend: Backend = TORCH,
 ) -> NDArray[np.int64]:
     """The first ``BLOCK`` tokens of one request per seed, all in one batch; request b has ``params[b % len(params)]``.
 
@@ -102,6 +104,7 @@ def sample_blocks(
         seeds: one request each.
         with_noise, step_counter: for deliberately wrong variants, which tamper with the noise or with its counter.
         on_walks: is shown every step's walks.
+        backend: who grows and verifies.
 
     Returns:
         [requests, BLOCK] token ids.
@@ -126,11 +129,12 @@ def sample_blocks(
             laws_of.temperatures,
             noise.probe_uniforms,
             model.vocab_map,
+            backend.growth,
         )
         assert not trees.draft_failed.any()
         logits = model.target_logits[model.tree_contexts(trees, roots)]
         laws = TargetLaws(logits, laws_of, trees)
-        walks = verify_trees(trees, laws, noise, config.verification)
+        walks = backend.verify(trees, laws, noise, config.verification)
         assert not laws.bad.any()
         if on_walks is not None:
             on_walks(walks)

@@ -1,0 +1,211 @@
+"""The loop of a batch: draft, grow, target, verify, commit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from optimized.backends import Backend
+from optimized.calibration import Calibrator
+from optimized.clock import PhaseClock
+from optimized.committed import Committed, after_walk, whole_texts
+from optimized.drafting import Drafting
+from optimized.models import Drafter, TargetModel
+from optimized.outputs import StreamEvent
+from optimized.randomness import StepNoise, StepRandomness
+from optimized.request import Request
+from optimized.target_laws import SamplingBatch, TargetLaws
+from optimized.trees import TreeBatch
+from optimized.verification import VerifyBatch
+from reference.api import RheoConfig
+from reference.tree import root_only
+
+STEPS_AHEAD = 8  # random numbers are made for so many steps at once
+TARGET_FAILED, DRAFT_FAILED = 4, 5  # their places in what the host reads of a walk
+CALIBRATION_STEPS = 8  # weights that are learned stay the same for so many steps
+
+
+class BatchLoop:
+    """One batch of requests, from where they are to their end.
+
+    Args:
+        target, drafter: hold the caches of one loop at a time, whose name is then on them; another loop may take them,
+            and this one reads its texts again when it goes on.
+        config: how trees are grown and verified.
+        backend: does the sampling side.
+        calibrator: learns weights for later steps; None learns nothing.
+        clock: where the time goes.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter | None,
+        config: RheoConfig,
+        backend: Backend,
+        calibrator: Calibrator | None,
+        clock: PhaseClock,
+    ) -> None:
+        self.target, self.drafter, self.config = target, drafter, config
+        self.backend, self.calibrator, self.clock = backend, calibrator, clock
+
+    @torch.inference_mode()
+    def run(self, live: list[Request]) -> Iterator[tuple[TreeBatch, VerifyBatch, list[StreamEvent]]]:
+        """Step after step until all requests are done: the trees, the walks, and what they gave to every request.
+
+        Step 0 verifies an empty tree behind the prompts. A loop begins where the requests are: at their prompts, or
+        behind the last step of a loop that broke off.
+        """
+        config, clock, device = self.config, self.clock, self.target.device
+        step = live[0].steps
+        sampling = SamplingBatch.from_params(
+            [request.params for request in live],
+            [request.tokens for request in live],
+            self.target.vocab_size,
+            self.target.eos_token_ids,
+            device,
+        )
+        sampling.generated += torch.tensor([request.generated for request in live], device=device)
+        randomness = StepRandomness(
+            [request.seed for request in live],
+            config.depth,
+            config.beam_width,
+            config.tree_size + 1,
+            device,
+            config.probes,
+            self.backend.uniforms,
+        )
+        drafting = Drafting(self.drafter, config, self.backend.growth, clock)
+        noises: list[StepNoise] = []
+        committed: Committed | None = None  # None: the caches do not hold the texts
+        while True:
+            clock.enter("sampling")
+            if not noises or step % STEPS_AHEAD == 0:
+                begin = torch.full((len(live),), step - step % STEPS_AHEAD, device=device)
+                noises = randomness.ahead(begin, STEPS_AHEAD)
+            noise = noises[step % STEPS_AHEAD]
+            clock.enter("target")
+            if step == 0:
+                logits, features = self._read([request.prompt for request in live])
+                logits = logits.unsqueeze(1)
+                trees = TreeBatch.from_trees([root_only()] * len(live), device)
+            else:
+                if committed is None:
+                    _, features = self._read([request.tokens[:-1] for request in live])
+                    committed = whole_texts(live, features, device)
+                    drafting.reset(live, device)
+                if self.calibrator is not None and step % CALIBRATION_STEPS == 1:
+                    # Before the step's probes are drawn, and from earlier steps only: that keeps the text's law.
+                    drafting.config = replace(config, weights=self.calibrator.weights())
+                trees = drafting.trees(committed, sampling.temperatures, noise)
+                clock.enter("target")
+                token_ids = torch.cat([committed.last, trees.token_ids[:, 1:]], dim=1)
+                logits, features = self.target.forward_tree(token_ids, trees.depths, trees.ancestors())
+            clock.enter("sampling")
+            laws = TargetLaws(logits, sampling, trees)
+            walk, read = self._verify(trees, laws, noise)
+            if step > 0 and any(values[TARGET_FAILED] for values in read):
+                # Perhaps only a node that the walk does not need is NaN, and has spoiled the rows beside it.
+                clock.enter("target")
+                logits, features = self.target.forward_tree(
+                    token_ids, trees.depths, trees.ancestors(), contain_nan=True
+                )
+                clock.enter("sampling")
+                laws = TargetLaws(logits, sampling, trees)
+                walk, read = self._verify(trees, laws, noise)
+            if self.calibrator is not None and not any(
+                values[TARGET_FAILED] or values[DRAFT_FAILED] for values in read
+            ):
+                self.calibrator.observe(trees, walk, laws.kept or [], config.branching, sampling.temperatures)
+            events = self._hand_out(step, live, laws, walk, read)
+            sampling.observe(walk.token_ids, walk.counts)
+            yield trees, walk, events
+            keep = [b for b, request in enumerate(live) if not request.done]
+            if not keep:
+                return
+
+            clock.enter("target")
+            step += 1
+            evicted = not self._holds_caches()
+            if step > 1 and not evicted:
+                self.target.commit(walk.rows, walk.counts)
+                committed = after_walk(walk, features)
+            if len(keep) < len(live):
+                index = torch.tensor(keep, device=device)
+                live = [live[b] for b in keep]
+                sampling.select(keep)
+                randomness.select(index)
+                noises = [noise.select(index) for noise in noises]
+                if not evicted:
+                    self.target.select(index)
+                    features = None if features is None else features[index]
+                    committed = None if committed is None else committed.select(index)
+            if evicted:
+                committed = None
+            elif step == 1:
+                committed = whole_texts(live, features, device)
+                drafting.reset(live, device)
+            else:
+                drafting.select(keep, live, device)
+
+    def _read(self, texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
+        """Take the caches, whoever has them, and read texts from their beginning; see ``TargetModel.prefill``."""
+        self.target.owner = self
+        if self.drafter is not None:
+            self.drafter.owner = self
+        self.target.feature_layers = () if self.drafter is None else self.drafter.feature_layers
+        return self.target.prefill(texts)
+
+    def _holds_caches(self) -> bool:
+        return self.target.owner is self and (self.drafter is None or self.drafter.owner is self)
+
+    def _verify(self, trees: TreeBatch, laws: TargetLaws, noise: StepNoise) -> tuple[VerifyBatch, list[list[int]]]:
+        """The walks, and of each what the host has to know; here it waits for the step's results."""
+        laws.kept = None if self.calibrator is None else []
+        walk = self.backend.verify(trees, laws, noise, self.config.verification)
+        self.clock.enter(None)
+        summary = [
+            walk.counts,
+            trees.depths.amax(dim=1),
+            walk.probes_offered.sum(dim=1),
+            walk.probes_accepted.sum(dim=1),
+            laws.bad,
+            trees.draft_failed,
+            *walk.token_ids.unbind(dim=1),
+        ]
+        return walk, torch.stack([values.long() for values in summary], dim=1).tolist()  # one transfer from the device
+
+    def _hand_out(
+        self,
+        step: int,
+        live: list[Request],
+        laws: TargetLaws,
+        walk: VerifyBatch,
+        read: list[list[int]],
+    ) -> list[StreamEvent]:
+        """Give every request what the step emitted for it."""
+        wanted = [request.params.logprobs for request in live if request.params.logprobs is not None]
+        logprobs = None
+        if wanted:
+            rows, token_ids = walk.rows.clamp(min=0), walk.token_ids.clamp(min=0)
+            logprobs = [part.tolist() for part in laws.logprobs(rows, token_ids, max(wanted))]
+        self.clock.settle()
+        events = []
+        for b, (request, values) in enumerate(zip(live, read, strict=True)):
+            count, levels, offered, accepted, target_failed, draft_failed, *emitted = values
+            if draft_failed:
+                request.fail("the draft's logits were NaN, +inf or all -inf")
+            elif target_failed:
+                request.fail("the target's logits were NaN or +inf, or no token was left after processing")
+            else:
+                if step > 0:  # the prompt's pass is in no count
+                    request.metrics.record_pass(count - 1, levels, offered, accepted)
+                entry = None if logprobs is None else [part[b] for part in logprobs]
+                try:
+                    events.append(request.push(emitted[:count], entry, self.clock.seconds))
+                except Exception as error:  # say, a tokenizer that cannot decode what this one says
+                    request.fail(f"{type(error).__name__}: {error}", error)
+        return events

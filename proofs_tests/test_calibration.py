@@ -1,0 +1,162 @@
+"""Weights learned while decoding: from exact chances, for later steps only, saved and loaded; texts stay lossless."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from optimized import drafting
+from optimized.calibration import Calibrator, load_weights, prior_weights, save_weights
+from optimized.decoder import RheoDecoder
+from optimized.growth import grow_trees
+from optimized.loop import CALIBRATION_STEPS
+from optimized.models import CausalDrafter, TargetModel
+from optimized.randomness import StepRandomness
+from optimized.sampling_params import SamplingParams
+from optimized.target_laws import SamplingBatch, TargetLaws
+from optimized.verification import verify_trees
+from proofs_tests.test_cli import byte_tokenizer, tiny_model
+from proofs_tests.toy import ToyDrafter
+from reference.api import RheoConfig
+from reference.weights import KNOTS, Curve, Curves, Weights, band_of
+
+
+def decoder(calibrator: Calibrator | None = None, **config: object) -> RheoDecoder:
+    target = TargetModel(tiny_model(1, 2))
+    shape = RheoConfig(branching=3, depth=3, tree_size=6, **config)  # type: ignore[arg-type]
+    return RheoDecoder(
+        target, CausalDrafter(tiny_model(2, 1), target.vocab_size), byte_tokenizer(), shape, calibrator=calibrator
+    )
+
+
+def test_chances_are_the_exact_ones_by_hand() -> None:
+    """One node, q = (1/2, 1/4, 1/4), p = (1/4, 1/4, 1/2): every point can be computed."""
+    q, p = np.array([0.5, 0.25, 0.25]), np.array([0.25, 0.25, 0.5])
+    config = RheoConfig(lead_tokens=1, branching=2, depth=1, tree_size=2, weights=prior_weights())
+    toy = ToyDrafter([lambda path: np.log(q).astype(np.float32)], 3)
+    noise = StepRandomness([1], 1, 2, 3).at(torch.zeros(1, dtype=torch.long))
+    trees = grow_trees(config, toy.root_logits(), toy.expand, torch.ones(1), noise.probe_uniforms)
+    sampling = SamplingBatch.from_params([SamplingParams()], [[0]], 3)
+    laws = TargetLaws(torch.from_numpy(np.log(p)).expand(1, 3, 3), sampling, trees)
+    laws.kept = []
+    walk = verify_trees(trees, laws, noise)
+    seen: list[tuple[int, list[float], list[float]]] = []
+
+    class Recorder(Calibrator):
+        def _add(self, kind, points):  # type: ignore[no-untyped-def]
+            seen.append((kind, points.masses.tolist(), points.chances.tolist()))
+
+    Recorder().observe(trees, walk, laws.kept, 2, torch.ones(1))
+    expected = {
+        0: ([0.5, 0.25], [0.25, 0.25]),
+        # m = 0: q~ = q, overlap 1/4 + 1/4 + 1/4; m = 1: q~ = (1/2, 1/2) over the tail, overlap 1/4 + 1/2.
+        1: ([1.0, 0.5], [0.75, 0.75]),
+        # m = 0: max(0, p - q) of the two ranked first; m = 1: of the second, max(0, 1/4 - 1/2).
+        2: ([0.5, 0.25, 0.25], [0.0, 0.0, 0.0]),
+    }
+    assert len(seen) == 3
+    for kind, masses, chances in seen:
+        np.testing.assert_allclose(masses, expected[kind][0], rtol=1e-6)
+        np.testing.assert_allclose(chances, expected[kind][1], rtol=1e-6, atol=1e-7)
+
+
+def test_curves_follow_what_was_seen_and_never_fall() -> None:
+    rng = np.random.default_rng(3)
+    calibrator = Calibrator()
+    truth = Curves(*(Curve(tuple(np.minimum(1, a * np.array(KNOTS) ** 0.5))) for a in (0.9, 0.3, 0.5)))
+    from optimized.calibration import KINDS, Points
+
+    for kind, name in enumerate(KINDS):
+        masses = rng.random(20_000) ** 3
+        chances = np.array([getattr(truth, name)(float(mass)) for mass in masses])
+        noisy = (rng.random(20_000) < chances).astype(float)
+        calibrator._add(kind, Points(np.full(20_000, band_of(1.0)), masses, noisy))
+    weights = calibrator.weights()
+    for name in KINDS:
+        curve = getattr(weights.at(1.0), name)
+        assert all(a <= b for a, b in zip(curve.values, curve.values[1:], strict=False))
+        for knot, value in zip(KNOTS[4:], curve.values[4:], strict=True):
+            assert value == pytest.approx(getattr(truth, name)(knot), abs=0.08)
+        assert getattr(weights.at(0.0), name) == getattr(prior_weights().at(0.0), name)  # nothing seen there
+    assert weights.source == f"learned online, {calibrator.points} points"
+    assert calibrator.points > 50_000  # those below the first knot say nothing
+
+
+def test_weights_change_between_steps_only_and_come_from_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tree is grown with weights that the calibrator had made before the step, and they hold for some steps."""
+    calibrator = Calibrator()
+    made: list[Weights] = []
+    used: list[tuple[int, Weights | None]] = []
+    original_weights, original_grow = calibrator.weights, drafting.grow_trees
+
+    def weights() -> Weights:
+        made.append(original_weights())
+        return made[-1]
+
+    def grow(config, *arguments):  # type: ignore[no-untyped-def]
+        used.append((calibrator.points, config.weights))
+        return original_grow(config, *arguments)
+
+    monkeypatch.setattr(calibrator, "weights", weights)
+    monkeypatch.setattr(drafting, "grow_trees", grow)
+    decoder(calibrator).generate([[5, 6, 7], [8, 9]], SamplingParams(seed=1, max_new_tokens=40))
+    assert len({weights for _, weights in used}) > 1
+    for step, (points, weights) in enumerate(used):
+        assert weights in made
+        assert weights is made[1 + step // CALIBRATION_STEPS]  # made[0] is the decoder's own
+        assert int(weights.source.split(", ")[1].split()[0]) <= points
+
+
+@pytest.mark.parametrize("lead_tokens", [1, "auto"])
+def test_greedy_texts_stay_the_targets(lead_tokens: object) -> None:
+    params = SamplingParams(temperature=0, max_new_tokens=24)
+    prompts = [[5, 6, 7], [8, 9], [40]]
+    plain = decoder()
+    expected = RheoDecoder(plain.target, None, plain.tokenizer).generate(prompts, params)
+    calibrated = decoder(Calibrator(), lead_tokens=lead_tokens, weights=prior_weights())
+    actual = calibrated.generate(prompts, params)
+    assert [result.token_ids for result in actual] == [result.token_ids for result in expected]
+    assert calibrated.calibrator is not None
+    assert calibrated.calibrator.points > 0
+
+
+def test_fixed_weights_keep_a_text_a_function_of_its_seed() -> None:
+    params = SamplingParams(seed=11, max_new_tokens=24)
+    fixed = decoder(lead_tokens="auto", weights=prior_weights())
+    alone = fixed.generate([[5, 6, 7]], params)[0].token_ids
+    assert fixed.generate([[5, 6, 7], [8, 9]], params)[0].token_ids == alone
+
+
+def test_a_file_gives_the_same_weights_and_says_where_they_come_from(tmp_path: Path) -> None:
+    weights, path = prior_weights(), tmp_path / "weights.json"
+    save_weights(weights, path, {"target": "t"})
+    loaded = load_weights(path)
+    assert loaded.bands == weights.bands
+    assert loaded.source == f"{path}: prior"
+    assert json.loads(path.read_text())["provenance"] == {"target": "t"}
+
+
+@pytest.mark.parametrize("change", ["text", "format", "curve", "bands"])
+def test_a_file_that_holds_none_is_refused_by_name(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "weights.json"
+    save_weights(prior_weights(), path, {})
+    content = json.loads(path.read_text())
+    if change == "format":
+        content["format"] = 99
+    elif change == "curve":
+        content["bands"][2]["lead"][3] = 7
+    elif change == "bands":
+        content["bands"].pop()
+    path.write_text("nothing" if change == "text" else json.dumps(content))
+    with pytest.raises(ValueError, match=r"weights\.json holds no calibrated weights"):
+        load_weights(path)
+
+
+def test_a_calibrator_replaces_the_configurations_weights() -> None:
+    other = replace(prior_weights(), source="another")
+    assert decoder(Calibrator(prior=other), weights=prior_weights()).config.weights.source.startswith("learned online")  # type: ignore[union-attr]
