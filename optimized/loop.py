@@ -116,13 +116,14 @@ class BatchLoop:
                 clock.enter("sampling")
                 laws = TargetLaws(logits, sampling, trees)
                 walk, read = self._verify(trees, laws, noise)
+            events = self._hand_out(step, live, laws, walk, read)
+            yield trees, walk, events
+            sampling.observe(walk.token_ids, walk.counts)
+            # Last, behind what may raise: a step that is repeated must not have taught anybody anything.
             if self.calibrator is not None and not any(
                 values[TARGET_FAILED] or values[DRAFT_FAILED] for values in read
             ):
                 self.calibrator.observe(trees, walk, laws.kept or [], config.branching, sampling.temperatures)
-            events = self._hand_out(step, live, laws, walk, read)
-            sampling.observe(walk.token_ids, walk.counts)
-            yield trees, walk, events
             keep = [b for b, request in enumerate(live) if not request.done]
             if not keep:
                 return
