@@ -103,8 +103,8 @@ class TreeOptions:
     topology: Annotated[
         Path | None,
         Option(
-            help="JSON list of paths of child ranks, or embedded-N, the best of N nodes for the embedded pair: the shape of "
-            "--proposal static, in place of the others.",
+            help="The shape of --proposal static, in place of the others: a JSON list of paths of child ranks, or "
+            "embedded-N, the best of N nodes for the embedded pair.",
             rich_help_panel=TREE,
         ),
     ] = None
