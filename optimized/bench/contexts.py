@@ -118,6 +118,7 @@ class CommonContexts:
     def draft_logits(self, drafter: Drafter) -> Tensor:
         """[contexts, draft vocab] the draft's logits behind every root; afterwards ``drafter.expand`` may follow."""
         count, device = len(self.positions), self.target.device
+        drafter.owner = self
         copies = torch.zeros(count, dtype=torch.long, device=device)
         of_prompt, of_text = (None, None) if self._features is None else self._features
         prompt = torch.tensor(self.prompt, device=device)
