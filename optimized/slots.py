@@ -68,7 +68,8 @@ def _candidates(logits: Tensor, support: int) -> tuple[Tensor, Tensor]:
         return logits, arange(vocab, logits.device).expand_as(logits)
     grouped = rows[:, : vocab // groups * groups].reshape(len(rows), -1, groups).max(axis=1)
     bound = np.partition(grouped, groups - support, axis=1)[:, groups - support, None]
-    row, token = np.nonzero(~(rows < bound))  # so that NaN is found, and ranks first
+    found = np.flatnonzero(~(rows < bound))  # so that NaN is found, and ranks first; flat is ten times faster
+    row, token = np.divmod(found, vocab)
     counts = np.bincount(row, minlength=len(rows))
     place = np.arange(len(row)) - np.repeat(counts.cumsum() - counts, counts)
     values = np.full((len(rows), counts.max()), -np.inf, dtype=rows.dtype)
@@ -142,18 +143,14 @@ def level_slots(
     room = min(branching, support) - config.fewest_leads
     draws = min(config.probes, room) if children is None else min(max(children), support)
     if config.proposal != "topk" and draws > 0:
-        has_probe = ~greedy & (num_ranked > m) & (num_slots > m)
+        has_probe = ~greedy & (num_slots > m)
         tail = ranked & (place >= m)
         law = torch.softmax(tempered.masked_fill(~tail | ~has_probe, -torch.inf), dim=-1).nan_to_num(0.0)
         if children is not None:
             num_slots = torch.where(has_probe, torch.minimum(num_slots, (law > 0).sum(dim=-1, keepdim=True)), num_slots)
 
-        ceiling = torch.ones_like(q[..., :1])
-        if curves is None or config.verification == "rrsw":  # rrsw verifies in the total order: leads before the probe
-            last_lead = torch.as_tensor(m, device=logits.device).clamp(1, support).sub(1).expand_as(num_slots)
-            ceiling = lead_weights.gather(-1, last_lead)
-            if curves is not None:
-                ceiling = ceiling.masked_fill(torch.as_tensor(m, device=logits.device) == 0, 1.0)
+        free = curves is not None and config.verification == "rheo"  # rrsw verifies in the order of the weights
+        ceiling = torch.ones_like(q[..., :1]) if free else _last_lead(lead_weights, m, curves is None)
         drawn = _draw_probes(law, masses * tail, ceiling, has_probe, num_slots - m, uniforms, draws, curves)
         # Behind the probes stand the ranked tokens in order, passing over those that were drawn.
         behind = schedule - (drawn.exists.long() if draws == 1 else drawn.exists.sum(dim=-1, keepdim=True))
@@ -161,18 +158,19 @@ def level_slots(
         for taken in passed.sort(dim=-1).values.split(1, dim=-1) if draws > 1 else (passed,):
             behind = behind + (taken <= behind)
 
-        which = (schedule - m).clamp(0, draws - 1).expand(*failed.shape, branching)
+        def in_slots(values: Tensor) -> Tensor:
+            if draws == 1:  # broadcasts
+                return values
+            return values.gather(-1, (schedule - m).clamp(0, draws - 1).expand(*failed.shape, branching))
 
-        def in_slots(values: Tensor) -> Tensor:  # a single probe's value broadcasts
-            return values if draws == 1 else values.gather(-1, which)
-
-        is_probe = in_slots(drawn.exists) & (schedule >= m) & (schedule < m + draws)
-        is_lead = (schedule < m) | ~has_probe
-        index = torch.where(is_probe, in_slots(drawn.places), torch.where(is_lead, schedule, behind))
+        is_place = schedule == m if draws == 1 else (schedule >= m) & (schedule < m + draws)
+        is_probe = in_slots(drawn.exists) & is_place
+        index = torch.where(is_probe, in_slots(drawn.places), torch.where(schedule < m, schedule, behind))
         ranks = index.clamp(max=support - 1)
         weights = lead_weights.gather(-1, ranks)
         if curves is not None:
             lowest = torch.where(drawn.exists, drawn.proxies, torch.inf).amin(dim=-1, keepdim=True)
+            is_lead = (schedule < m) | ~has_probe
             weights = torch.where(is_lead, weights, torch.minimum(fill_weights.gather(-1, ranks), lowest))
         weights = torch.where(is_probe, in_slots(drawn.proxies), weights)
     else:
@@ -193,6 +191,15 @@ def level_slots(
         failed=failed,
         masses=None if curves is None else masses,
     )
+
+
+def _last_lead(lead_weights: Tensor, m: int | Tensor, or_first: bool) -> Tensor:
+    """[batch, beam, 1] the last lead's weight; without leads the first token's if ``or_first``, else 1."""
+    if isinstance(m, int):
+        last = lead_weights[..., max(m, 1) - 1 : max(m, 1)]
+        return last if m > 0 or or_first else torch.ones_like(last)
+    last = lead_weights.gather(-1, (m - 1).clamp(min=0))
+    return last if or_first else last.masked_fill(m == 0, 1.0)
 
 
 @dataclass(frozen=True, eq=False)
