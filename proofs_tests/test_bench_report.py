@@ -23,7 +23,8 @@ from optimized.bench.aggregate import (
     pooled_levels,
     tau,
 )
-from optimized.bench.methods import SETTING_NAMES, Method
+from optimized.bench.figures import COLORS, sweep
+from optimized.bench.methods import SETTING_NAMES, SETTINGS, Method
 from optimized.bench.report import write_report
 from optimized.bench.rows import Row, header_line
 from optimized.cli import app
@@ -210,3 +211,14 @@ def test_a_report_says_what_it_cannot_show(tmp_path: Path) -> None:
     assert dict(plain.left_out)["picture tau_by_set"] == "no method with trees has an acceptance length"
     with pytest.raises(ValueError, match="no rows to report on"):
         write_report([], tmp_path)
+
+
+def test_every_method_has_a_colour() -> None:
+    assert set(COLORS) == set(SETTINGS)
+
+
+def test_rows_without_texts_are_drawn_too(tmp_path: Path) -> None:
+    """A sweep of the expected acceptance length needs no timed texts."""
+    rows = [replace(made, passes=None, tau=None, tokens=0, seconds=0.0) for made in small_file((4, 8))]
+    figure = sweep(Results([made for made in rows if made.method != "generate"]), "tree_size")
+    assert not isinstance(figure, str)

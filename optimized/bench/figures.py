@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 COLORS = {
     "plain": "#9a9a9a", "generate": "#444444", "topk": "#1f6f8b", "rheo": "#d9622b", "rrsw": "#8a5a9e",
-    "chain": "#b8a13a", "static": "#6b8f71",
+    "calibrated": "#a3242f", "auto": "#e3a008", "chain": "#b8a13a", "static": "#6b8f71",
 }  # fmt: skip
 PHASE_COLORS = {"target": "#1f6f8b", "draft": "#6b8f71", "sampling": "#d9622b", "other": "#c9c9c9"}
 SWEPT = {
@@ -113,7 +113,7 @@ def sweep(results: Results, setting: str) -> Figure | str:
         return f"the rows have one value of it ({values})" if seen else "no method has it"
     measures: dict[str, Callable[[Method, float], Values]] = {}
     length = "expected_tau" if any(row.expected_tau is not None for row in results.rows) else "tau"
-    if any(row.passes for row in results.rows):
+    if length == "expected_tau" or any(row.passes for row in results.rows):
         measures[length] = lambda method, temperature: results.values(MEASURES[length], method, temperature)
     if results.baseline is not None:
         measures["speed_up"] = results.speed_ups
@@ -272,7 +272,7 @@ def _shape(main: Main, without: str = "") -> str:
     found: dict[str, Any] = {}
     for method in main.with_trees():
         for name, value in method.settings.items():
-            if name not in (without, "topology") and not (name == "probes" and value == RheoConfig.probes):
+            if name not in (without, "topology", "weights") and not (name == "probes" and value == RheoConfig.probes):
                 found.setdefault(name, value)
     words = {"lead_tokens": "m", "branching": "branching", "depth": "depth", "tree_size": "tree size"}
     return ", ".join(f"{words.get(name, 'support')} {value}" for name, value in found.items())
