@@ -9,7 +9,7 @@ step's probes are drawn, and the text keeps the target's distribution (docs/gene
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +66,7 @@ class Calibrator:
         self.prior = prior or prior_weights()
         self.source = source
         self.points = 0
+        self.requests = 0  # that have been decoded with it; see ``RheoDecoder``
         shape = (len(BANDS), len(KINDS), len(KNOTS))
         self._counts = np.full(shape, PRIOR_POINTS)
         self._sums = PRIOR_POINTS * np.array(
@@ -73,7 +74,13 @@ class Calibrator:
         )
 
     def observe(
-        self, trees: TreeBatch, walk: VerifyBatch, laws: list[Tensor], branching: int, temperatures: Tensor
+        self,
+        trees: TreeBatch,
+        walk: VerifyBatch,
+        laws: list[Tensor],
+        branching: int,
+        temperatures: Tensor,
+        failed: Tensor | None = None,
     ) -> None:
         """Learn from the walks of one step.
 
@@ -83,9 +90,12 @@ class Calibrator:
             laws: the target's laws at every level of the walk, [batch, vocab] each, in order (``TargetLaws.kept``).
             branching: slots of a node.
             temperatures: [batch].
+            failed: [batch] bool, whose logits were unusable: nothing is learned from them.
         """
         if trees.law_rows is None:  # roots only: nothing was drafted
             return
+        if failed is not None:
+            walk = replace(walk, rows=walk.rows.masked_fill(failed[:, None], -1))
         for kind, points in enumerate(_points(trees, walk, laws, branching, temperatures)):
             self._add(kind, points)
 
@@ -132,8 +142,8 @@ def _points(
         probs.append(law[found].gather(1, ids))
         requests.append(found)
     q, p = torch.cat(masses).cpu().numpy(), torch.cat(probs).cpu().numpy()
-    kinds = [band_of(float(t)) for t in temperatures.tolist()]
-    bands = np.array(kinds, dtype=np.int64)[torch.cat(requests).cpu().numpy()]
+    of_request = [band_of(float(temperature)) for temperature in temperatures.tolist()]
+    bands = np.array(of_request, dtype=np.int64)[torch.cat(requests).cpu().numpy()]
     first = min(branching, q.shape[1])
 
     def points(bands: NDArray[np.int64], masses: NDArray[np.float64], chances: NDArray[np.float64]) -> Points:
@@ -166,15 +176,21 @@ def save_weights(weights: Weights, path: Path, provenance: dict[str, str]) -> No
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read it: {error.strerror}") from error
+
+
 def load_weights(path: Path) -> Weights:
     """Read what ``save_weights`` wrote.
 
     Raises:
-        ValueError: not such a file, of another format, or with curves that are none; the message names the file.
-        FileNotFoundError: there is no such file.
+        ValueError: no such file, of another format, or with curves that are none; the message names the file.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(_read(path))
         if content["format"] != FORMAT or tuple(content["knots"]) != KNOTS:
             raise ValueError(f"it is of format {content['format']} with {len(content['knots'])} knots")
         bands = [Curves(**{kind: Curve(tuple(band[kind])) for kind in KINDS}) for band in content["bands"]]

@@ -20,6 +20,7 @@ from optimized.loop import BatchLoop
 from optimized.models import CausalDrafter, Drafter, TargetModel, check_same_tokenizer
 from optimized.models.loading import load_drafter, load_target, load_tokenizer
 from optimized.outputs import GenerationError, GenerationResult, StreamEvent
+from optimized.randomness import fresh_seed
 from optimized.request import Request
 from optimized.sampling_params import SamplingParams
 from optimized.trees import TreeBatch
@@ -46,7 +47,9 @@ class RheoDecoder:
             attribute ``backend.name`` says which it is.
         calibrator: learns the path scores' weights while decoding; they take the place of ``config.weights`` and hold
             for some steps each, whoever's. Texts keep their law, but what a seed gives then depends on what was decoded
-            before. ``calibrator.weights().source`` says where the weights come from.
+            before: weights must not meet the random numbers again that shaped them, so every request has its own, a
+            function of its seed and of how many came before. ``calibrator.weights().source`` says where the weights
+            come from.
 
     Raises:
         ValueError: the drafter speaks of tokens that the target does not have, or reads features it does not give, or
@@ -74,6 +77,7 @@ class RheoDecoder:
         self.calibrator = calibrator
         if calibrator is not None:
             self.config = replace(self.config, weights=calibrator.weights())
+        self.backend_name: BackendName = backend
         self.backend = choose_backend(backend, torch.device(target.device), self.config)
         if drafter is not None:
             _check_vocab_map(drafter)
@@ -97,6 +101,7 @@ class RheoDecoder:
         device: torch.device | str = "cpu",
         max_batch_size: int = 32,
         backend: BackendName = "auto",
+        calibrator: Calibrator | None = None,
     ) -> RheoDecoder:
         """Load a target, a drafter and the target's tokenizer.
 
@@ -109,6 +114,7 @@ class RheoDecoder:
             device: where both run.
             max_batch_size: how many requests run side by side.
             backend: who does the sampling side; see the class.
+            calibrator: learns the path scores' weights; see the class.
 
         Raises:
             ValueError: a checkpoint is damaged, target and draft do not fit together, or the backend cannot run here.
@@ -121,7 +127,7 @@ class RheoDecoder:
             drafter = load_drafter(draft, model)
             if isinstance(drafter, CausalDrafter):
                 check_same_tokenizer(tokenizer, load_tokenizer(draft))
-        return cls(model, drafter, tokenizer, config, max_batch_size, backend)
+        return cls(model, drafter, tokenizer, config, max_batch_size, backend, calibrator)
 
     def generate(
         self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -251,10 +257,15 @@ class RheoDecoder:
         for index, prompt in enumerate(token_lists):
             self.target.check_prompt(index, prompt)
             each[index].check_vocab(self.target.vocab_size)
-        return [
+        requests = [
             Request(index, prompt, request, self.tokenizer, self.target.eos_token_ids, self.target.max_positions)
             for index, (prompt, request) in enumerate(zip(token_lists, each, strict=True))
         ]
+        if self.calibrator is not None:
+            for request in requests:
+                request.noise_seed = fresh_seed(request.seed, self.calibrator.requests)
+                self.calibrator.requests += 1
+        return requests
 
     def _token_lists(self, prompts: Prompts) -> list[list[int]]:
         if isinstance(prompts, Tensor | np.ndarray):

@@ -27,13 +27,13 @@ class Drafting:
 
     Args:
         drafter: None drafts for nobody.
-        config: the trees' shape.
+        depth: levels of its trees.
         growth: the backend's steps.
         clock: of the batch.
     """
 
-    def __init__(self, drafter: Drafter | None, config: RheoConfig, growth: GrowthSteps, clock: PhaseClock) -> None:
-        self._drafter, self.config, self._growth, self._clock = drafter, config, growth, clock
+    def __init__(self, drafter: Drafter | None, depth: int, growth: GrowthSteps, clock: PhaseClock) -> None:
+        self._drafter, self._depth, self._growth, self._clock = drafter, depth, growth, clock
         self._places: list[int] = []  # of the requests that the drafter holds, in their order
         self._longest: int | None = None  # how much of whole texts it has to read; None once it has
 
@@ -52,8 +52,8 @@ class Drafting:
             self._drafter.select(torch.tensor(staying, device=device))
         self._places = [new_place[self._places[row]] for row in staying]
 
-    def trees(self, committed: Committed, temperatures: Tensor, noise: StepNoise) -> TreeBatch:
-        """One tree per request."""
+    def trees(self, config: RheoConfig, committed: Committed, temperatures: Tensor, noise: StepNoise) -> TreeBatch:
+        """One tree of this shape per request."""
         drafter, clock, batch, device = self._drafter, self._clock, len(temperatures), temperatures.device
         if drafter is None or not self._places:
             return TreeBatch.from_trees([root_only()] * batch, device)
@@ -79,7 +79,7 @@ class Drafting:
         self._longest = None
         root_logits = spread(drafter.advance(mine.token_ids, mine.counts, mine.features))
         trees = grow_trees(
-            self.config, root_logits, expand, temperatures, noise.probe_uniforms, drafter.vocab_map, self._growth
+            config, root_logits, expand, temperatures, noise.probe_uniforms, drafter.vocab_map, self._growth
         )
         if index is None:
             return trees
@@ -89,7 +89,7 @@ class Drafting:
     def _fits(self, request: Request) -> bool:
         """Whether the text and the deepest node of a tree below it lie within what the drafter was made for."""
         limit = getattr(self._drafter, "max_positions", None)
-        fits = limit is None or request.length + self.config.depth <= limit
+        fits = limit is None or request.length + self._depth <= limit
         if not fits and request.drafted:
             request.drafted = False  # and it stays so: texts only grow
             warnings.warn(

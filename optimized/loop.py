@@ -24,7 +24,7 @@ from reference.api import RheoConfig
 from reference.tree import root_only
 
 STEPS_AHEAD = 8  # random numbers are made for so many steps at once
-TARGET_FAILED, DRAFT_FAILED = 4, 5  # their places in what the host reads of a walk
+TARGET_FAILED = 4  # its place in what the host reads of a walk
 CALIBRATION_STEPS = 8  # weights that are learned stay the same for so many steps
 
 
@@ -70,7 +70,7 @@ class BatchLoop:
         )
         sampling.generated += torch.tensor([request.generated for request in live], device=device)
         randomness = StepRandomness(
-            [request.seed for request in live],
+            [request.noise_seed for request in live],
             config.depth,
             config.beam_width,
             config.tree_size + 1,
@@ -78,7 +78,8 @@ class BatchLoop:
             config.probes,
             self.backend.uniforms,
         )
-        drafting = Drafting(self.drafter, config, self.backend.growth, clock)
+        drafting = Drafting(self.drafter, config.depth, self.backend.growth, clock)
+        shape: RheoConfig | None = None  # with the weights learned so far
         noises: list[StepNoise] = []
         committed: Committed | None = None  # None: the caches do not hold the texts
         while True:
@@ -97,10 +98,10 @@ class BatchLoop:
                     _, features = self._read([request.tokens[:-1] for request in live])
                     committed = whole_texts(live, features, device)
                     drafting.reset(live, device)
-                if self.calibrator is not None and step % CALIBRATION_STEPS == 1:
+                if self.calibrator is not None and (shape is None or step % CALIBRATION_STEPS == 1):
                     # Before the step's probes are drawn, and from earlier steps only: that keeps the text's law.
-                    drafting.config = replace(config, weights=self.calibrator.weights())
-                trees = drafting.trees(committed, sampling.temperatures, noise)
+                    shape = replace(config, weights=self.calibrator.weights())
+                trees = drafting.trees(shape or config, committed, sampling.temperatures, noise)
                 clock.enter("target")
                 token_ids = torch.cat([committed.last, trees.token_ids[:, 1:]], dim=1)
                 logits, features = self.target.forward_tree(token_ids, trees.depths, trees.ancestors())
@@ -120,10 +121,9 @@ class BatchLoop:
             yield trees, walk, events
             sampling.observe(walk.token_ids, walk.counts)
             # Last, behind what may raise: a step that is repeated must not have taught anybody anything.
-            if self.calibrator is not None and not any(
-                values[TARGET_FAILED] or values[DRAFT_FAILED] for values in read
-            ):
-                self.calibrator.observe(trees, walk, laws.kept or [], config.branching, sampling.temperatures)
+            if self.calibrator is not None:
+                failed = laws.bad | trees.draft_failed
+                self.calibrator.observe(trees, walk, laws.kept or [], config.branching, sampling.temperatures, failed)
             keep = [b for b, request in enumerate(live) if not request.done]
             if not keep:
                 return

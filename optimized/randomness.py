@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from reference.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, Purpose, check_seed
+from reference.philox import philox4x32 as reference_philox
 
 WORD = 0xFFFFFFFF
 UniformsKernel = Callable[[Tensor, Tensor, int, int, int], tuple[Tensor, ...]]
@@ -29,6 +30,17 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor
         )
         k0, k1 = (k0 + KEY_STEPS[0]) & WORD, (k1 + KEY_STEPS[1]) & WORD
     return c0, c1, c2, c3
+
+
+def fresh_seed(seed: int, number: int) -> int:
+    """Another seed, a function of both that shares no random number with its like: words that no step uses.
+
+    Args:
+        seed: in [0, 2**64).
+        number: in [0, 2**64), say how many requests came before.
+    """
+    words = reference_philox([number & WORD, number >> 32, WORD, 0], check_seed(seed))
+    return int(words[0]) | int(words[1]) << 32
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,6 +39,7 @@ class Request:
         self.prompt = tuple(prompt)
         self.params = params
         self.seed = params.resolved_seed()
+        self.noise_seed = self.seed  # what its random numbers are made of
         self.metrics = Metrics()
         self.result: GenerationResult | None = None
         self.failure: str | None = None

@@ -13,6 +13,8 @@ from optimized.ranges import arange, constant
 from optimized.weighing import FILL, LEAD, PROBE, LevelCurves
 from reference.api import GREEDY_TEMPERATURE, RheoConfig
 
+TIE = 1e-13  # far above the rounding of a sum of logs, far below what a decision may depend on
+
 
 @dataclass(frozen=True, eq=False)
 class LevelSlots:
@@ -181,7 +183,8 @@ def level_slots(
     log_weights = torch.zeros_like(weights) if config.proposal == "static" else weights.log()
     log_scores = parent_scores.unsqueeze(2) + torch.where(schedule < num_slots, log_weights, -torch.inf)
     if config.score_threshold > 0:
-        log_scores = log_scores.masked_fill(log_scores < math.log(config.score_threshold), -torch.inf)
+        # A sum of logs may fall short of the log of an equal product by its rounding; equal scores are offered.
+        log_scores = log_scores.masked_fill(log_scores < math.log(config.score_threshold) - TIE, -torch.inf)
     return LevelSlots(
         token_ids=ids.gather(-1, index.clamp(max=support - 1)),
         log_scores=log_scores,

@@ -67,15 +67,16 @@ EDITS = [
         "accept_uniform * draft_prob < target_prob",
         "accept_uniform * draft_prob <= target_prob"),)),
     Edit("ranking ties by token id", "optimized/growth.py", ((
-        "ranking = offered.sort(dim=1, descending=True, stable=True)",
-        "ranking = (offered - 1e-13 * torch.cat([slots.token_ids.flatten(1) for slots in levels], dim=1))"
+        "rows = size + 1\n    ranking = offered.sort(dim=1, descending=True, stable=True)",
+        "rows = size + 1\n"
+        "    ranking = (offered - 1e-13 * torch.cat([slots.token_ids.flatten(1) for slots in levels], dim=1))"
         ".sort(dim=1, descending=True, stable=True)"),)),
     Edit("a fill before the probe", "optimized/slots.py", ((
         "torch.where(schedule < m, schedule, behind)",
         "torch.where(schedule < m, schedule, behind[..., [m + 1 if k == m and m + 1 < branching else k "
         "for k in range(branching)]])"), (
-        "is_probe = drawn.exists & (schedule == m)",
-        "is_probe = drawn.exists & (schedule == m + int(m + 1 < branching))"))),
+        "is_place = schedule == m if draws == 1",
+        "is_place = schedule == m + int(m + 1 < branching) if draws == 1"))),
     Edit("q for q~", "optimized/slots.py", ((
         "        law=law,\n",
         "        law=torch.where(law.sum(-1, keepdim=True) > 0, q, law),\n"),)),
@@ -95,12 +96,13 @@ EDITS = [
         "law = torch.where(tested & (total > 0), rest / total, law)",
         "law = law"),)),
     Edit("probes drawn with replacement", "optimized/slots.py", ((
-        "law, q_tail = law.masked_fill(taken, 0.0), q_tail.masked_fill(taken, 0.0)",
-        "q_tail = q_tail.masked_fill(taken, 0.0)"),)),
+        "law, tail = law.masked_fill(taken, 0.0), tail.masked_fill(taken, 0.0)",
+        "tail = tail.masked_fill(taken, 0.0)"),)),
     Edit("a missing child lets the next rank move up", "optimized/growth.py", ((
-        "valid = best_scores > -torch.inf\n",
-        "best = best.gather(1, (best_scores == -torch.inf).int().argsort(dim=1, stable=True))\n"
-        "        best_scores = scores[-1].flatten(1).gather(1, best)\n        valid = best_scores > -torch.inf\n"),)),
+        "log_scores = offered.gather(1, offers)\n",
+        "log_scores = offered.gather(1, offers)\n"
+        "        offers = offers.gather(1, (log_scores == -torch.inf).int().argsort(dim=1, stable=True))\n"
+        "        log_scores = offered.gather(1, offers)\n"),)),
 ]  # fmt: skip
 
 

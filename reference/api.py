@@ -72,8 +72,14 @@ class RheoConfig:
             counts["lead_tokens"] = 0
         for name, least in counts.items():
             _check_count(name, getattr(self, name), least)
+            object.__setattr__(self, name, int(getattr(self, name)))  # NumPy's integers are welcome
+        if self.weights is not None and not isinstance(self.weights, Weights):
+            raise ValueError(
+                f"weights must be Weights or None, got {type(self.weights).__name__}; load_weights reads a file"
+            )
         if self.beam is not None:
             _check_count("beam", self.beam, 1)
+            object.__setattr__(self, "beam", int(self.beam))
         for name, allowed in (("proposal", get_args(Proposal)), ("verification", get_args(Verification))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
@@ -168,7 +174,7 @@ class DraftLaw:
         sampling: [vocab_size] q_T, before leads are removed: draws and verifies the probe. None for a greedy request.
         kept_logits: [vocab_size] float64 logits, -inf outside the support; only for laws made by ``from_logits``, whose
             tail is then softmaxed from its own logits.
-        temperature: the request's temperature that goes with ``kept_logits``.
+        temperature: the request's, which made ``sampling`` what it is.
 
     Both laws are float64, or exact when given as Fractions (see ``reference.numbers``).
 
@@ -181,7 +187,12 @@ class DraftLaw:
     kept_logits: NDArray[np.float64] | None = field(default=None, repr=False)
     temperature: float = 1.0
 
-    def __init__(self, construction: Sequence[Number] | Vector, sampling: Sequence[Number] | Vector | None) -> None:
+    def __init__(
+        self,
+        construction: Sequence[Number] | Vector,
+        sampling: Sequence[Number] | Vector | None,
+        temperature: float = 1.0,
+    ) -> None:
         q = check_law(construction, "construction")
         q_t = None if sampling is None else check_law(sampling, "sampling")
         if q_t is not None:
@@ -196,7 +207,7 @@ class DraftLaw:
         object.__setattr__(self, "construction", q)
         object.__setattr__(self, "sampling", q_t)
         object.__setattr__(self, "kept_logits", None)
-        object.__setattr__(self, "temperature", 1.0)
+        object.__setattr__(self, "temperature", float(temperature))
 
     @classmethod
     def from_logits(cls, logits: ArrayLike, temperature: float = 1.0, draft_support: int = 128) -> DraftLaw:
@@ -228,9 +239,8 @@ class DraftLaw:
         kept[support] = values[support]
         construction = softmax(kept)
         kept[construction == 0] = -np.inf  # a token that underflows has no rank, and no sampling mass either
-        law = cls(construction, None if is_greedy(temperature) else softmax(kept / temperature))
+        law = cls(construction, None if is_greedy(temperature) else softmax(kept / temperature), temperature)
         object.__setattr__(law, "kept_logits", kept)
-        object.__setattr__(law, "temperature", float(temperature))
         return law
 
     @property

@@ -92,16 +92,19 @@ def grow_with_probes(
         offered_here: list[OfferedNode] = []
         for rank, node in beam.items():
             path = node.path if node else ()
-            plan = plan_slots(config, draft(path), shape.children[level - 1][rank] if shape else None)
+            children = shape.children[level - 1][rank] if shape else None
+            plan = plan_slots(config, draft(path), children, f"level {level} rank {rank}", margins)
             slots = plan.slots(choose_probes(plan, level, rank))
             if plan.probe_law is not None:
                 probe_laws[path] = plan.probe_law
             score = node.score if node else 1
-            offered_here += [
+            here = [
                 OfferedNode((*path, slot.token_id), node, level, rank, index, slot.is_probe, score * slot.weight)
                 for index, slot in enumerate(slots)
-                if score * slot.weight >= config.score_threshold
             ]
+            if config.score_threshold > 0:
+                _record_threshold(here, config.score_threshold, f"level {level} rank {rank}", margins)
+            offered_here += [offered for offered in here if offered.score >= config.score_threshold]
         offered += offered_here
         if level == config.depth:
             break
@@ -130,6 +133,14 @@ def build_tree(kept: list[OfferedNode], probe_laws: dict[tuple[int, ...], ProbeL
         scores=(1, *(node.score for node in nodes)),
         probe_laws={row_of[node.path[:-1]]: probe_laws[node.path[:-1]] for node in nodes if node.is_probe},
     )
+
+
+def _record_threshold(nodes: list[OfferedNode], threshold: Number, where: str, margins: list[Margin] | None) -> None:
+    """Record how close each score is to the threshold."""
+    if margins is not None:
+        for node in nodes:
+            distance = 0.0 if node.score == threshold else abs(log(node.score) - log(threshold))
+            margins.append(Margin("order", distance, where))
 
 
 def _record_order(ranking: list[OfferedNode], cuts: range, where: str, margins: list[Margin] | None) -> None:

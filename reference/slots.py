@@ -106,20 +106,33 @@ class SlotPlan:
         return token_ids, left
 
 
-def plan_slots(config: RheoConfig, law: DraftLaw, slots: int | None = None) -> SlotPlan:
+def plan_slots(
+    config: RheoConfig,
+    law: DraftLaw,
+    slots: int | None = None,
+    where: str = "",
+    margins: list[Margin] | None = None,
+) -> SlotPlan:
     """Plan the slots of one node (docs/algorithm.md, "Slots of one node").
 
     Args:
         config: the tree's shape.
         law: the draft's law at the node.
         slots: how many children a static tree gives the node; None is ``config.branching``.
+        where: how the margin records name the node.
+        margins: receives the margins of choosing m, where that is "auto".
     """
+
+    def record(distance: float) -> None:
+        if margins is not None:
+            margins.append(Margin("order", distance, where))
+
     ranked = law.ranked_tokens()
     static = config.proposal == "static"
     q = law.construction[ranked]
     one = q[0] / q[0]
     num_slots = min(config.branching if slots is None else slots, ranked.size)
-    lead_tokens = config.lead_tokens if isinstance(config.lead_tokens, int) else num_slots
+    lead_tokens = num_slots if config.lead_tokens == "auto" else config.lead_tokens
     if config.weights is None:
         masses = q / q if static else q
         weights = fill_weights = tuple(masses)
@@ -132,7 +145,7 @@ def plan_slots(config: RheoConfig, law: DraftLaw, slots: int | None = None) -> S
         ceiling, weigh = one, worth(curves.probe)
         if config.lead_tokens == "auto" and law.sampling is not None:
             drawable = [mass for mass in masses if mass > 0]
-            lead_tokens = lead_count(curves, drawable, num_slots)
+            lead_tokens = lead_count(curves, drawable, num_slots, record)
         # rrsw verifies siblings in the total order, so there the leads have to stay before the probe.
         if config.verification == "rrsw" and lead_tokens:
             ceiling = min(weights[:lead_tokens])

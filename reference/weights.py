@@ -11,13 +11,13 @@ temperature (at temperature 1 for a greedy request): of the token for leads and 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from reference.numbers import Number
 
-# Where curves bend. Powers of two, so that exact and float arithmetic agree on them.
+# Where curves bend. Dyadic, so that exact and float arithmetic agree on them.
 KNOTS: tuple[float, ...] = (*(2.0**-k for k in range(12, 0, -1)), 0.625, 0.75, 0.875, 1.0)
 
 
@@ -110,7 +110,9 @@ def band_of(temperature: float) -> int:
 MOST_LEADS = 4  # what "auto" considers; with more the tail is too small for a probe to matter
 
 
-def lead_count(curves: Curves, masses: Sequence[Number], slots: int) -> int:
+def lead_count(
+    curves: Curves, masses: Sequence[Number], slots: int, record: Callable[[float], None] | None = None
+) -> int:
     """The m that promises most at a node (``lead_tokens="auto"``): a function of the draft's law and the curves only.
 
     A node with m leads promises the sum of its slots' chances; ties go to the smaller m.
@@ -119,6 +121,7 @@ def lead_count(curves: Curves, masses: Sequence[Number], slots: int) -> int:
         curves: of the request's temperature.
         masses: of the ranked tokens, largest first; only those with mass to sample.
         slots: how many slots the node has.
+        record: is told how close each comparison was.
 
     Returns:
         m in 0 .. ``MOST_LEADS``; ``slots`` where a node without a probe promises more.
@@ -129,6 +132,8 @@ def lead_count(curves: Curves, masses: Sequence[Number], slots: int) -> int:
     for m in range(min(MOST_LEADS, slots - 1, len(masses) - 1), -1, -1):
         probe = curves.probe(min(sum(masses[m:]), masses[0] / masses[0]))
         total = sum(leads[:m]) + probe + sum(min(probe, chance) for chance in fills[m : slots - 1])
+        if record is not None:
+            record(abs(float(total - promise)))
         if total >= promise:
             best, promise = m, total
     return best

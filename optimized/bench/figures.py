@@ -274,8 +274,8 @@ def _shape(main: Main, without: str = "") -> str:
         for name, value in method.settings.items():
             if name not in (without, "topology", "weights") and not (name == "probes" and value == RheoConfig.probes):
                 found.setdefault(name, value)
-    words = {"lead_tokens": "m", "branching": "branching", "depth": "depth", "tree_size": "tree size"}
-    return ", ".join(f"{words.get(name, 'support')} {value}" for name, value in found.items())
+    words = {"lead_tokens": "m", "draft_support": "support"}
+    return ", ".join(f"{words.get(name, name).replace('_', ' ')} {value}" for name, value in found.items())
 
 
 def _most(counts: Counter[Any], default: Any) -> Any:

@@ -41,7 +41,7 @@ class Method:
         name: a key of ``SETTINGS``.
         lead_tokens, probes, branching, depth, tree_size, draft_support: as in ``RheoConfig``.
         topology: of a static tree, as ``topology_text`` writes it: a row then says all of its tree.
-        weights: file of calibrated weights.
+        weights: file of calibrated weights with its digest, as ``weights_text`` writes it.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Method:
     def label(self, shown: Sequence[str] | None = None) -> str:
         """Its name with the settings, all or only some of them: "rheo m=1 R=60"."""
         parts = [
-            f"{SHORT[name]}={value}" if name in SHORT else _file_label(name, str(value))
+            f"{SHORT[name]}={value}" if name in SHORT else setting_label(name, value)
             for name, value in self.settings.items()
             if shown is None or name in shown
         ]
@@ -141,13 +141,32 @@ def topology_label(text: str) -> str:
     return f"{len(_topology(text))} nodes #{zlib.crc32(text.encode()) & 0xFFFF:04x}"
 
 
-def _file_label(setting: str, value: str) -> str:
-    return topology_label(value) if setting == "topology" else Path(value).stem
+def weights_text(path: Path) -> str:
+    """A file of weights and its digest, "weights.json#1f3a9c02": another file of the name is another setting.
+
+    Raises:
+        ValueError: it holds no weights.
+    """
+    load_weights(path)
+    return f"{path}#{zlib.crc32(path.read_bytes()):08x}"
+
+
+def setting_label(setting: str, value: object) -> str:
+    """A setting's value as tables show it."""
+    if setting == "topology":
+        return topology_label(str(value))
+    if setting == "weights":
+        path, _, digest = str(value).rpartition("#")
+        return f"{Path(path).stem} #{digest[:4]}"
+    return str(value)
 
 
 @cache
-def _weights(path: str) -> Weights:
-    return load_weights(Path(path))
+def _weights(text: str) -> Weights:
+    path = Path(text.rpartition("#")[0])
+    if weights_text(path) != text:
+        raise ValueError(f"{path} has changed since its rows were measured ({text}); use another --out")
+    return load_weights(path)
 
 
 def _topology(text: str) -> Topology:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from optimized.bench.aggregate import Results
-from optimized.bench.methods import SETTING_NAMES, topology_label
+from optimized.bench.methods import SETTING_NAMES, setting_label
 from optimized.bench.rows import Row, RunSettings
 from optimized.bench.tables import TITLES, Table, by_set_table, differences_table, steps_table
 
@@ -76,9 +76,9 @@ def write_report(rows: Sequence[Row], folder: Path, resamples: int = RESAMPLES, 
     keep("Where a step's time goes", steps_table(results))
 
     folder.mkdir(parents=True, exist_ok=True)
-    _draw(results, folder, report)
     for one in report.tables:
         (folder / f"{one.name}.csv").write_text(one.csv(), encoding="utf-8")
+    _draw(results, folder, report)
     (folder / "report.md").write_text(report.markdown(), encoding="utf-8")
     return report
 
@@ -113,7 +113,7 @@ def _heading(rows: Sequence[Row]) -> str:
     for name in SETTING_NAMES:
         values = {value for row in rows if (value := getattr(row, name)) is not None}
         if values:
-            shown = [topology_label(str(v)) if name == "topology" else str(v) for v in sorted(values, key=_order)]
+            shown = [setting_label(name, v) for v in sorted(values, key=_order)]
             lines.append(f"- {name.replace('_', ' ')}: {', '.join(shown)}")
     questions = {(row.set_name, row.question_id) for row in rows}
     seeds = {row.seed for row in rows}

@@ -71,6 +71,7 @@ class Row:
         finish_reason: "eos", "stop" or "length".
         text_crc: CRC-32 of the generated token ids, to tell texts apart.
         place: when it ran among the methods of its turn, from 0.
+        backend: that did its sampling side; "" for ``generate``.
         target ... texts: see ``RunSettings``.
         questions: digest of the set's file.
         version, commit: of this software; commit is "" outside a checkout.
@@ -113,6 +114,7 @@ class Row:
     finish_reason: str
     text_crc: str
     place: int
+    backend: str
     target: str
     draft: str
     dtype: str

@@ -225,6 +225,7 @@ class Bench:
             finish_reason=answer.finish_reason,
             text_crc=crc(answer.token_ids),
             place=place,
+            backend=self.runner.backend_of(method) if self.timed else "torch",
             **vars(self.settings),
             questions="",  # the caller knows the file
             version=self.provenance.version,

@@ -71,13 +71,22 @@ class MethodRunner:
         assert result is not None  # the last event carries it, or stream raises
         return Answer(result.token_ids, result.text, result.finish_reason, seconds, first, result.metrics)
 
+    def backend_of(self, method: Method) -> str:
+        """What does a method's sampling side; "" for ``generate``, which has none of ours."""
+        return "" if method.name == GENERATE else self._decoder(method).backend.name
+
     def _decoder(self, method: Method) -> RheoDecoder:
         if method not in self._decoders:
             drafter = None if method.name == PLAIN else self.decoder.drafter
             if drafter is None and method.name != PLAIN:
                 raise ValueError(f"method {method.name} needs a draft, and there is none")
             self._decoders[method] = RheoDecoder(
-                self.decoder.target, drafter, self.decoder.tokenizer, method.config(), max_batch_size=1
+                self.decoder.target,
+                drafter,
+                self.decoder.tokenizer,
+                method.config(),
+                max_batch_size=1,
+                backend=self.decoder.backend_name,
             )
         return self._decoders[method]
 

@@ -51,9 +51,9 @@ def bench(
     temperatures: Annotated[str, typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)] = "1",
     seeds: Annotated[int, typer.Option(help="How many texts per question.", min=1, rich_help_panel=SAMPLING)] = 1,
     lead_tokens: Annotated[
-        str, typer.Option("--lead-tokens", "-m", help="Of rheo and rrsw.", rich_help_panel=TREE)
+        str, typer.Option("--lead-tokens", "-m", help="Of rheo, rrsw and calibrated.", rich_help_panel=TREE)
     ] = str(RheoConfig.lead_tokens),
-    probes: Annotated[str, typer.Option(help="Per node, of rheo and rrsw.", rich_help_panel=TREE)] = str(
+    probes: Annotated[str, typer.Option(help="Per node; of all with probes.", rich_help_panel=TREE)] = str(
         RheoConfig.probes
     ),
     branchings: Annotated[str, typer.Option(help="Slots of a node.", rich_help_panel=TREE)] = str(RheoConfig.branching),
@@ -93,7 +93,7 @@ def bench(
     Options in the plural take lists: --tree-sizes 16,60. Every method goes through all combinations of the settings
     that it has. Stopped or killed, the same command goes on where it was.
     """
-    from optimized.bench.methods import Grid, methods_of, topology_text
+    from optimized.bench.methods import Grid, methods_of, topology_text, weights_text
     from optimized.bench.questions import read_sets
     from optimized.static_trees import read_topology
 
@@ -106,7 +106,7 @@ def bench(
         tree_size=integers("--tree-sizes", tree_sizes),
         draft_support=(1,),
         topology=tuple(topology_text(read_topology(path)) for path in topology or ()),
-        weights=tuple(map(str, weights or ())),
+        weights=tuple(map(weights_text, weights or ())),
     )
     wanted_supports = support_sizes(supports)
     warmth = numbers("--temperatures", temperatures)

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from optimized.cli.bench import Questions, numbers
+from optimized.cli.bench import Limit, Questions, Threads, numbers
 from optimized.cli.console import out, progress_bar
-from optimized.cli.options import OUTPUT, PROMPT, SAMPLING, ModelOptions, TreeOptions
+from optimized.cli.options import OUTPUT, SAMPLING, ModelOptions, TreeOptions
 
 TREE_30 = TreeOptions(tree_size=30)  # fewer nodes show less of what fills are worth
 
@@ -21,44 +21,58 @@ def calibrate(
     models: ModelOptions,
     shape: TreeOptions = TREE_30,
     temperatures: Annotated[str, typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)] = "1,0.6,0",
-    limit: Annotated[int, typer.Option(help="Questions per set, spread over it.", min=1, rich_help_panel=PROMPT)] = 10,
+    limit: Limit = 10,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", help="Per question and temperature.", rich_help_panel=SAMPLING)
+        int,
+        typer.Option("--max-new-tokens", "-n", help="Per question and temperature.", min=2, rich_help_panel=SAMPLING),
     ] = 64,
-    seed: Annotated[int, typer.Option(help="Of the texts.", rich_help_panel=SAMPLING)] = 0,
+    seed: Annotated[int, typer.Option(help="Of the texts.", min=0, rich_help_panel=SAMPLING)] = 0,
+    threads: Threads = None,
 ) -> None:
-    """Decode questions with path scores that learn as they go, and write the curves learned."""
+    """Decode questions with path scores that learn as they go, and write the curves learned.
+
+    With --weights it goes on from those of a file.
+    """
     from optimized.bench.questions import read_sets
-    from optimized.calibration import Calibrator, save_weights
-    from optimized.decoder import RheoDecoder
+    from optimized.bench.randomness import derived_seed
+    from optimized.bench.running import with_threads
+    from optimized.calibration import Calibrator, prior_weights, save_weights
     from optimized.sampling_params import SamplingParams
 
     warmth = numbers("--temperatures", temperatures)
     sets = read_sets(questions)
     if output.exists():
         raise ValueError(f"{output} exists already; give --out another name")
-    loaded = models.load(shape.config())
-    if loaded.drafter is None:
+    if shape.proposal == "static":
+        raise ValueError("a static tree has no weights to calibrate")
+    if models.no_draft:
         raise ValueError("--no-draft leaves nothing to calibrate")
-    calibrator = Calibrator(source=f"{models.target} with {models.draft or models.target}")
-    decoder = RheoDecoder(loaded.target, loaded.drafter, loaded.tokenizer, loaded.config, calibrator=calibrator)
-    asked = [question for one in sets for question in one.questions[:limit]]
-    with progress_bar("texts") as bar:
-        task = bar.add_task("calibrating", total=len(asked) * len(warmth))
-        for question in asked:
-            prompt = decoder.chat_prompt([{"role": "user", "content": question.turns[0]}])
-            for temperature in warmth:
-                params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=max_new_tokens)
-                decoder.generate([prompt], replace(params, seed=seed))
-                bar.advance(task)
+    prior = shape.config(prior_weights()).weights
+    output.parent.mkdir(parents=True, exist_ok=True)
+    draft = models.draft or models.target
+    calibrator = Calibrator(prior, f"{models.target} with {draft}")
+    asked = [(one.name, question) for one in sets for question in one.questions[:limit]]
+    with with_threads(threads):
+        decoder = models.load(shape.config(prior_weights()), calibrator)
+        with progress_bar("texts") as bar:
+            task = bar.add_task("calibrating", total=len(asked) * len(warmth))
+            for name, question in asked:
+                prompt = decoder.chat_prompt([{"role": "user", "content": question.turns[0]}])
+                params = SamplingParams(
+                    seed=derived_seed(seed, name, question.question_id, 1), max_new_tokens=max_new_tokens
+                )
+                for temperature in warmth:
+                    decoder.generate([prompt], replace(params, temperature=temperature))
+                    bar.advance(task)
     provenance = {
         "target": models.target,
-        "draft": models.draft or models.target,
-        "dtype": str(loaded.target.dtype).removeprefix("torch."),
-        "questions": ", ".join(f"{one.name} {one.digest} ({min(limit, len(one.questions))})" for one in sets),
+        "draft": draft,
+        "dtype": str(decoder.target.dtype).removeprefix("torch."),
+        "questions": ", ".join(f"{one.name} {one.digest} ({len(one.questions[:limit])})" for one in sets),
         "temperatures": temperatures,
         "max_new_tokens": str(max_new_tokens),
         "seed": str(seed),
+        "began_with": calibrator.prior.source,
     }
     save_weights(calibrator.weights(), output, provenance)
     out.print(f"wrote {output}: {calibrator.points} points", markup=False)

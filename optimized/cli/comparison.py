@@ -44,9 +44,9 @@ Method = Callable[[str, list[int], SamplingParams], Sample]  # prompt, its token
 
 
 def decoding_methods(decoder: RheoDecoder) -> dict[str, Method]:
-    """The three ways, by name; the second and third differ in ``proposal`` alone."""
-    config = replace(decoder.config, proposal="topk", topology=None)
-    top_k = RheoDecoder(decoder.target, decoder.drafter, decoder.tokenizer, config)
+    """The three ways, by name; the second has trees of the third's size, as EAGLE-3 grows them."""
+    config = replace(decoder.config, proposal="topk", lead_tokens=1, topology=None, weights=None, score_threshold=0)
+    top_k = RheoDecoder(decoder.target, decoder.drafter, decoder.tokenizer, config, backend=decoder.backend_name)
     return {BASELINE: _plain(decoder), TOP_K: _speculative(TOP_K, top_k), RHEO: _speculative(RHEO, decoder)}
 
 

@@ -16,8 +16,10 @@ from optimized.cli.console import working
 from reference.api import Proposal, RheoConfig, Verification
 
 if TYPE_CHECKING:
+    from optimized.calibration import Calibrator
     from optimized.decoder import RheoDecoder
     from optimized.sampling_params import SamplingParams
+    from reference.weights import Weights
 
 EMBEDDED = "embedded"
 DTypeName = Literal["float32", "bfloat16", "float16"]
@@ -113,8 +115,12 @@ class TreeOptions:
         Option(help="File of rheo calibrate: path scores by what nodes are worth.", rich_help_panel=TREE),
     ] = None
 
-    def config(self) -> RheoConfig:
-        """The trees' shape.
+    score_threshold: Annotated[float, Option(help="Offer no node with a smaller path score.", rich_help_panel=TREE)] = (
+        0.0
+    )
+
+    def config(self, default_weights: Weights | None = None) -> RheoConfig:
+        """The trees' shape; ``default_weights`` where no file of weights is given.
 
         Raises:
             ValueError: a value is out of its range, the topology's file holds none, or it and the proposal do not go
@@ -125,10 +131,10 @@ class TreeOptions:
         if self.topology is None:
             from optimized.calibration import load_weights
 
-            weights = None if self.weights is None else load_weights(self.weights)
+            weights = default_weights if self.weights is None else load_weights(self.weights)
             return RheoConfig(**{**vars(self), "lead_tokens": self._lead_tokens(), "weights": weights})
-        if self.weights is not None:
-            raise ValueError("--weights do not go with --proposal static, which keeps its whole topology")
+        if self.weights is not None or self.score_threshold:
+            raise ValueError("--weights and --score-threshold do not go with --proposal static, which keeps all nodes")
         from optimized.static_trees import read_topology
 
         return RheoConfig.static(read_topology(self.topology), self.draft_support, self.verification)
@@ -172,7 +178,7 @@ class ModelOptions:
         Option(help="Who does the sampling side; auto: the best that runs here.", rich_help_panel=MODEL),
     ] = "auto"
 
-    def load(self, config: RheoConfig) -> RheoDecoder:
+    def load(self, config: RheoConfig, calibrator: Calibrator | None = None) -> RheoDecoder:
         """Load the models.
 
         Raises:
@@ -194,7 +200,13 @@ class ModelOptions:
             device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
             try:
                 return RheoDecoder.from_pretrained(
-                    self.target, draft, config, dtype=dtype, device=device, backend=self.backend
+                    self.target,
+                    draft,
+                    config,
+                    dtype=dtype,
+                    device=device,
+                    backend=self.backend,
+                    calibrator=calibrator,
                 )
             except OSError as error:  # what transformers raises for a name it cannot resolve
                 raise ValueError(f"cannot load --target {self.target} with --draft {draft}: {error}") from error
