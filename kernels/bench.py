@@ -2,10 +2,11 @@
 
     python kernels/bench.py --out kernels-bench
 
-Every part of a step is captured in a CUDA graph and replayed; times are medians of Triton's ``do_bench``. The floor of
-a part is the bytes of the logits it must read over the bandwidth of a copy measured in the same run. Unlike the rest of
-this folder this script imports ``optimized``, whose paths it compares. Writes ``times.csv``, ``times.png`` and
-``times.svg``.
+Every part of a step is captured in a CUDA graph and replayed, which is what the kernels allow; a decoder today launches
+them one by one, and "eager" is that. Times are medians of Triton's ``do_bench``; a replay costs some microseconds by
+itself, measured as the part "nothing". The floor of a part is the bytes of the logits it must read over the bandwidth
+of a copy measured in the same run (pure reads can be a little faster than a copy). Unlike the rest of this folder this
+script imports ``optimized``, whose paths it compares. Writes ``times.csv``, row by row, and ``times.png``, ``times.svg``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from optimized.backends import TORCH, Backend, choose_backend, missing
 from optimized.growth import GrowthSteps, grow_trees
-from optimized.randomness import StepRandomness
+from optimized.randomness import StepNoise, StepRandomness
 from optimized.sampling_params import SamplingParams
 from optimized.target_laws import SamplingBatch, TargetLaws
 from optimized.trees import LevelNodes, TreeBatch
@@ -39,10 +40,12 @@ class Row:
     """One measured time.
 
     Attributes:
-        part: "level" (slots and beam of one level), "prune", "verify", or "step" (8 levels, pruning and verification).
+        part: "level" (slots and beam of one level), "prune", "verify", "step" (random numbers, 8 levels, pruning,
+            ancestors, verification), or "nothing" (a graph with one tiny kernel).
         path: "cupy", "triton", "torch" or "torch.compile".
         batch, vocab: size of the problem.
         microseconds: median of a graph's replay.
+        eager_microseconds: median without a graph.
         floor_microseconds: bytes of the logits over the measured copy bandwidth.
     """
 
@@ -51,6 +54,7 @@ class Row:
     batch: int
     vocab: int
     microseconds: float
+    eager_microseconds: float
     floor_microseconds: float
 
 
@@ -72,21 +76,28 @@ class Problem:
             return values.normal_(0, 3, generator=generator)
 
         self.root_logits = logits(self.batch)
-        self.level_logits = logits(self.batch, beam)
+        # A level of its own for each, as a draft gives: one for all would come from the cache.
+        self.level_logits = [logits(self.batch, beam) for _ in range(self.config.depth - 1)]
         self.target_logits = logits(self.batch, rows)
         params = [SamplingParams(temperature=1.0)] * self.batch
         self.sampling = SamplingBatch.from_params(params, [[0]] * self.batch, self.vocab, (), self.device)
-        randomness = StepRandomness(range(self.batch), self.config.depth, beam, rows, self.device)
-        self.noise = randomness.at(torch.zeros(self.batch, dtype=torch.long, device=self.device))
-        self.scores = torch.zeros(self.batch, beam, dtype=torch.float64, device=self.device)
+        self.first_step = torch.zeros(self.batch, dtype=torch.long, device=self.device)
+        self.noise = self.randomness(TORCH).at(self.first_step)
 
-    def grow(self, steps: GrowthSteps) -> TreeBatch:
-        """All levels and the pruning; the draft answers with the same logits at every level."""
+    def randomness(self, backend: Backend) -> StepRandomness:
+        """The batch's random numbers, by the backend's generator."""
+        config = self.config
+        return StepRandomness(
+            range(self.batch), config.depth, config.beam_width, TREE_SIZE + 1, self.device, kernel=backend.uniforms
+        )
+
+    def grow(self, steps: GrowthSteps, noise: StepNoise) -> TreeBatch:
+        """All levels and the pruning."""
 
         def expand(nodes: LevelNodes) -> Tensor:
-            return self.level_logits[:, : nodes.token_ids.shape[1]]
+            return self.level_logits[nodes.depth - 1][:, : nodes.token_ids.shape[1]]
 
-        temperatures, uniforms = self.sampling.temperatures, self.noise.probe_uniforms
+        temperatures, uniforms = self.sampling.temperatures, noise.probe_uniforms
         return grow_trees(self.config, self.root_logits, expand, temperatures, uniforms, None, steps)
 
     def parts(self, backend: Backend) -> Iterator[tuple[str, Callable[[], object], int]]:
@@ -103,23 +114,30 @@ class Problem:
             beams.append(steps.select_beam(*arguments))  # type: ignore[arg-type]
             return beams[-1]
 
-        trees = self.grow(GrowthSteps(recording_slots, recording_beam, steps.prune))  # type: ignore[arg-type]
-        level_bytes = self.level_logits.nbytes
+        recording = GrowthSteps(recording_slots, recording_beam, steps.prune)  # type: ignore[arg-type]
+        trees = self.grow(recording, self.noise)
+        level_bytes = self.level_logits[0].nbytes
         tree_bytes = self.target_logits.nbytes
+        randomness, scores = self.randomness(backend), beams[0].log_scores
 
         def level() -> object:
-            slots = steps.level_slots(config, self.level_logits, self.scores, temperatures, uniforms, None)
+            slots = steps.level_slots(config, self.level_logits[0], scores, temperatures, uniforms, None)
             return steps.select_beam(config, slots, 2)
 
-        def verify(of: TreeBatch = trees) -> object:
+        def verify(of: TreeBatch = trees, noise: StepNoise = self.noise) -> object:
             laws = TargetLaws(self.target_logits, self.sampling, of)
-            return backend.verify(of, laws, self.noise, config.verification)
+            return backend.verify(of, laws, noise, config.verification)
+
+        def step() -> object:
+            noise = randomness.at(self.first_step)
+            grown = self.grow(steps, noise)
+            return grown.ancestors(), verify(grown, noise)
 
         yield "level", level, level_bytes
         yield "prune", lambda: steps.prune(config, levels, beams), 0
         yield "verify", verify, tree_bytes
         step_bytes = self.root_logits.nbytes + (config.depth - 1) * level_bytes + tree_bytes
-        yield "step", lambda: verify(self.grow(steps)), step_bytes
+        yield "step", step, step_bytes
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -153,6 +171,8 @@ def compiled(backend: Backend) -> Backend:
     """The same code through ``torch.compile``, compiled once for all shapes."""
     steps = backend.growth
 
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # else what is timed may not be compiled at all
+
     def compile_(function: Callable[..., object]) -> Callable[..., object]:
         return torch.compile(function, dynamic=True)
 
@@ -171,39 +191,54 @@ def paths(device: torch.device, with_compile: bool) -> list[Backend]:
     return [*found, compiled(TORCH)] if with_compile else found
 
 
-def measure(batches: tuple[int, ...], vocabularies: tuple[int, ...], with_compile: bool) -> list[Row]:
-    """All times; printed as they come."""
+def measure(batches: tuple[int, ...], vocabularies: tuple[int, ...], with_compile: bool) -> Iterator[Row]:
+    """All times, as they come."""
     device = torch.device("cuda")
     bandwidth = copy_bandwidth(device)
     print(f"{torch.cuda.get_device_name()}: a copy moves {bandwidth / 1e12:.2f} TB/s")
-    rows = []
+    tiny = torch.zeros(1, device=device)
+    empty = median(captured(lambda: tiny.add_(1))) * 1e3
+    yield Row("nothing", "graph", 1, 1, empty, median(lambda: tiny.add_(1)) * 1e3, 0.0)
     for vocab in vocabularies:
         for batch in batches:
             problem = Problem(batch, vocab, device)
             for backend in paths(device, with_compile):
                 with torch.inference_mode():
                     for part, run, num_bytes in problem.parts(backend):
-                        micro = median(captured(run)) * 1e3
-                        rows.append(Row(part, backend.name, batch, vocab, micro, num_bytes / bandwidth * 1e6))
-                        print(
-                            f"{part:7}{backend.name:14}batch {batch:3}  vocab {vocab:7}  {micro:10.1f} us", flush=True
+                        yield Row(
+                            part,
+                            backend.name,
+                            batch,
+                            vocab,
+                            microseconds=median(captured(run)) * 1e3,
+                            eager_microseconds=median(run) * 1e3,
+                            floor_microseconds=num_bytes / bandwidth * 1e6,
                         )
             del problem
             torch.cuda.empty_cache()
-    return rows
 
 
-def write(rows: list[Row], folder: Path) -> None:
-    """The table as CSV, and a plot: one panel per part, time over batch for the largest vocabulary."""
+def write(rows: Iterator[Row], folder: Path) -> list[Row]:
+    """The table as CSV, a row as it comes: whatever stops the run, what was measured is there."""
     folder.mkdir(parents=True, exist_ok=True)
+    written = []
     with (folder / "times.csv").open("w", newline="") as file:
-        table = csv.DictWriter(file, list(asdict(rows[0])))
+        table = csv.DictWriter(file, [item.name for item in fields(Row)])
         table.writeheader()
-        table.writerows(asdict(row) for row in rows)
+        for row in rows:
+            table.writerow(asdict(row))
+            file.flush()
+            written.append(row)
+            size = f"batch {row.batch:3}  vocab {row.vocab:7}"
+            print(f"{row.part:8}{row.path:14}{size}  {row.microseconds:10.1f} us", flush=True)
+    return written
 
+
+def draw(rows: list[Row], folder: Path) -> None:
+    """A panel per part: time over batch for the largest vocabulary."""
     from matplotlib.figure import Figure
 
-    parts = list(dict.fromkeys(row.part for row in rows))
+    parts = [part for part in dict.fromkeys(row.part for row in rows) if part != "nothing"]
     vocab = max(row.vocab for row in rows)
     figure = Figure(figsize=(4 * len(parts), 3.6), layout="constrained")
     for axes, part in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
@@ -231,7 +266,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device to measure; the tests run the kernels without one")
     rows = measure(tuple(options.batches), tuple(options.vocabularies), not options.no_compile)
-    write(rows, options.out)
+    draw(write(rows, options.out), options.out)
 
 
 if __name__ == "__main__":

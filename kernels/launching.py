@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
 from torch import Tensor
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -10,6 +13,11 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 def power_of_two(count: int) -> int:
     """The smallest power of two that is not below ``count``."""
     return 1 << max(count - 1, 0).bit_length()
+
+
+def device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Makes a tensor's device the one that Triton launches on."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def check_tile(tile: int | None, default: int, vocab: int) -> int:

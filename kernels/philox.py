@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from optimized.kernels.launching import check_shape
+from optimized.kernels.launching import check_shape, device_of
 
 BLOCK = 256
 # What a number is for, the counter's third word.
@@ -91,5 +91,6 @@ def step_uniforms(keys: Tensor, steps: Tensor, depth: int, beam: int, rows: int)
 
     out = StepUniforms(empty(depth, beam), empty(rows), empty(rows), empty(rows))
     nodes = depth * beam
-    _step_uniforms[(batch, triton.cdiv(nodes + 3 * rows, BLOCK))](keys, steps, *out, nodes, rows, BLOCK=BLOCK)
+    with device_of(keys):
+        _step_uniforms[(batch, triton.cdiv(nodes + 3 * rows, BLOCK))](keys, steps, *out, nodes, rows, BLOCK=BLOCK)
     return out

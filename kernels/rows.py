@@ -10,12 +10,12 @@ is its mass less what is taken out of it, and so on down to the token, where it 
 
 Rounding. Weights are float32, everything added across them is float64. A weight's relative error is below
 (2 y + 6) 2**-24 where y = (largest - x) / T: a subtraction and a product, half an ulp of y each, and an exp2 good to
-two ulps of its own. 1 / T is off by half an ulp for all weights alike, a tile's sum for all weights of a tile. The mean
-of y under p is the entropy plus the logarithm of the largest probability, below 10 for any law over 2**18 tokens, so
-the law moves by less than 1.6e-6 in total variation even if every error had its largest size and pushed the same way.
-They are rounding errors of both signs: over laws that spread y the most, 3e-8 was measured in the interpreter (whose
-exp2 is good to half an ulp), and the limit of 1e-6 is a test that runs wherever the kernels do. Draws add nothing to
-it: cumulative sums are float64, so a token's share is its own weight's.
+two ulps of its own (and to 0 below 2**-126, on a device). 1 / T is off by half an ulp for all weights alike, a tile's
+sum for all weights of a tile. The mean of y under p is the entropy plus the logarithm of the largest probability, below
+10 for any law over 2**18 tokens, so the law moves by less than 1.6e-6 in total variation even if every error had its
+largest size and pushed the same way. They are rounding errors of both signs: over laws that spread y the most, 3e-8 was
+measured in the interpreter (whose exp2 is good to half an ulp), and the limit of 1e-6 is a test that runs wherever the
+kernels do. Draws add nothing to it: cumulative sums are float64, so a token's share is its own weight's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from optimized.kernels.launching import check_logits, check_shape, check_tile, power_of_two
+from optimized.kernels.launching import check_logits, check_shape, check_tile, device_of, power_of_two
 
 Rule = Literal["rheo", "rrsw"]
 TILE = 4096
@@ -67,7 +67,7 @@ def _base(top):
     return tl.where(top == float("-inf"), 0.0, top)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "num_tiles"])
 def _tile_sums(
     logits,
     stride_batch,
@@ -274,7 +274,11 @@ def _draw(
     return first + token
 
 
-@triton.jit(do_not_specialize=["rows", "laws", "support", "stride_accept", "stride_residual", "stride_lead"])
+@triton.jit(
+    do_not_specialize=["rows", "laws", "support", "num_tiles", "stride_accept", "stride_residual", "stride_lead"],
+    # A step's uniforms are a slice of those of several steps: aligned or not, one compilation.
+    do_not_specialize_on_alignment=["accept_uniforms", "residual_uniforms", "lead_uniforms"],
+)
 def _row_outcome(
     logits,
     stride_batch,
@@ -503,46 +507,47 @@ def row_outcomes(
     tops, sums = empty(num_tiles, dtype=torch.float32), empty(num_tiles, dtype=torch.float32)
     bests = empty(num_tiles, dtype=torch.int32)
     amounts = empty(support, dtype=torch.float64)
-    _tile_sums[(batch * rows * num_tiles,)](
-        logits,
-        logits.stride(0),
-        logits.stride(1),
-        temperatures,
-        num_nodes,
-        tops,
-        sums,
-        bests,
-        vocab,
-        rows,
-        num_tiles,
-        TILE=tile,
-        GREEDY_BELOW=greedy_below,
-        num_warps=tile_warps(tile),
-    )
-    _row_outcome[(batch * rows,)](
-        logits,
-        logits.stride(0),
-        logits.stride(1),
-        temperatures,
-        *tree,
-        *uniforms,
-        *(values.stride(0) for values in uniforms),
-        tops,
-        sums,
-        bests,
-        amounts,
-        *out,
-        vocab,
-        rows,
-        laws,
-        support,
-        num_tiles,
-        TILE=tile,
-        GREEDY_BELOW=greedy_below,
-        TILES=max(power_of_two(num_tiles), 2),
-        RUN=run_for(tile),
-        BLOCK=BLOCK,
-        RRSW=rule == "rrsw",
-        num_warps=row_warps(tile),
-    )
+    with device_of(logits):
+        _tile_sums[(batch * rows * num_tiles,)](
+            logits,
+            logits.stride(0),
+            logits.stride(1),
+            temperatures,
+            num_nodes,
+            tops,
+            sums,
+            bests,
+            vocab,
+            rows,
+            num_tiles,
+            TILE=tile,
+            GREEDY_BELOW=greedy_below,
+            num_warps=tile_warps(tile),
+        )
+        _row_outcome[(batch * rows,)](
+            logits,
+            logits.stride(0),
+            logits.stride(1),
+            temperatures,
+            *tree,
+            *uniforms,
+            *(values.stride(0) for values in uniforms),
+            tops,
+            sums,
+            bests,
+            amounts,
+            *out,
+            vocab,
+            rows,
+            laws,
+            support,
+            num_tiles,
+            TILE=tile,
+            GREEDY_BELOW=greedy_below,
+            TILES=max(power_of_two(num_tiles), 2),
+            RUN=run_for(tile),
+            BLOCK=BLOCK,
+            RRSW=rule == "rrsw",
+            num_warps=row_warps(tile),
+        )
     return out

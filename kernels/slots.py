@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from optimized.kernels.launching import check_logits, check_shape, check_tile, power_of_two
+from optimized.kernels.launching import check_logits, check_shape, check_tile, device_of, power_of_two
 
 TILE = 4096
 MAX_SUPPORT = 1024
@@ -128,7 +128,7 @@ def _places(keys, cut, wanted):
     return chosen, (counts & 0xFFFF) + tl.minimum(num_equal, room) - 1
 
 
-@triton.jit(do_not_specialize=["width", "support"])
+@triton.jit(do_not_specialize=["width", "support", "num_tiles"])
 def _tile_candidates(
     logits,
     stride_batch,
@@ -158,7 +158,11 @@ def _tile_candidates(
     tl.store(out + rest, tl.full([KEPT], PADDING, tl.int64) << (32 - SHIFT), mask=rest >= wanted)
 
 
-@triton.jit(do_not_specialize=["width", "support", "lead_tokens", "branching", "probing"])
+@triton.jit(
+    do_not_specialize=["width", "support", "lead_tokens", "branching", "probing"],
+    # A level's uniforms are a slice of those of several steps: aligned or not, one compilation.
+    do_not_specialize_on_alignment=["uniforms"],
+)
 def _row_slots(
     logits,
     stride_batch,
@@ -383,46 +387,48 @@ def level_slots(
     rows = batch * width
     if not one_tile:
         candidates = empty(num_tiles, tile_kept, dtype=torch.int64)
-        _tile_candidates[(rows * num_tiles,)](
+    with device_of(logits):
+        if not one_tile:
+            _tile_candidates[(rows * num_tiles,)](
+                logits,
+                logits.stride(0),
+                logits.stride(1),
+                candidates,
+                vocab,
+                width,
+                num_tiles,
+                support,
+                TILE=tile,
+                KEPT=tile_kept,
+                SHIFT=shift,
+                num_warps=tile_warps(tile),
+            )
+        _row_slots[(rows,)](
             logits,
             logits.stride(0),
             logits.stride(1),
             candidates,
+            parent_scores,
+            temperatures,
+            uniforms,
+            scratch if vocab_map is None else vocab_map,
+            scratch,
+            *out,
             vocab,
             width,
-            num_tiles,
+            num_candidates,
             support,
-            TILE=tile,
-            KEPT=tile_kept,
+            lead_tokens,
+            branching,
+            int(proposal_is_rheo and lead_tokens < branching),
+            COUNT=count,
+            KEPT=kept,
+            SLOTS=power_of_two(branching),
+            BLOCK=rank_block(kept),
             SHIFT=shift,
-            num_warps=tile_warps(tile),
+            ONE_TILE=one_tile,
+            MAPPED=vocab_map is not None,
+            GREEDY_BELOW=greedy_below,
+            num_warps=row_warps(count),
         )
-    _row_slots[(rows,)](
-        logits,
-        logits.stride(0),
-        logits.stride(1),
-        candidates,
-        parent_scores,
-        temperatures,
-        uniforms,
-        scratch if vocab_map is None else vocab_map,
-        scratch,
-        *out,
-        vocab,
-        width,
-        num_candidates,
-        support,
-        lead_tokens,
-        branching,
-        int(proposal_is_rheo and lead_tokens < branching),
-        COUNT=count,
-        KEPT=kept,
-        SLOTS=power_of_two(branching),
-        BLOCK=rank_block(kept),
-        SHIFT=shift,
-        ONE_TILE=one_tile,
-        MAPPED=vocab_map is not None,
-        GREEDY_BELOW=greedy_below,
-        num_warps=row_warps(count),
-    )
     return out

@@ -266,7 +266,7 @@ def walk(
         drawn: [batch, rows] int64, the token drawn from the residual or the target's law.
         lead_drawn: [batch, rows] int64, for "rrsw" the token drawn before the probe is tested; read only where a probe
             is in the tree.
-        depth: a bound on the depth of the trees; the result is depth + 1 wide.
+        depth: a bound on the depth of the trees, 0 for roots alone; the result is depth + 1 wide.
         rule: "rheo" or "rrsw".
         launch: runs the kernel; the current device by default.
 
@@ -277,7 +277,7 @@ def walk(
     """
     if rule not in ("rheo", "rrsw"):
         raise ValueError(f"rule must be 'rheo' or 'rrsw', got {rule!r}")
-    _check_range("depth", depth, 1, MAX_DEPTH)
+    _check_range("depth", depth, 0, MAX_DEPTH)
     _check("token_ids", token_ids, (-1, -1), (torch.int64,))
     batch, rows = token_ids.shape
     _check_range("the number of rows", rows, 1, MAX_ROWS)
@@ -347,7 +347,12 @@ def launch_on_device(kernel: str, blocks: int, threads: int, arguments: Sequence
     if device.type != "cuda":
         raise RuntimeError(f"{kernel} runs on a CUDA device, its tensors are on {device}")
     with cupy.cuda.Device(device.index), _cupy_stream(device):
-        _module().get_function(kernel)((blocks,), (threads,), tuple(_argument(value) for value in arguments))
+        _function(kernel)((blocks,), (threads,), tuple(_argument(value) for value in arguments))
+
+
+@lru_cache(maxsize=16)
+def _function(kernel: str) -> Any:
+    return _module().get_function(kernel)
 
 
 @lru_cache(maxsize=1)

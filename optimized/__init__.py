@@ -4,6 +4,8 @@ Names are imported when they are first used, so that ``rheo --help`` need not wa
 """
 
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
     from optimized.trees import TreeBatch
     from optimized.verification import verify_trees
     from reference.api import RheoConfig
+
+if find_spec("optimized.kernels") is None:  # a checkout that is not installed: the folder lies beside this one
+    __path__.append(str(Path(__file__).parents[1]))
 
 _MODULES = {
     "GenerationError": "optimized.outputs",

@@ -26,6 +26,9 @@ from optimized.trees import TreeBatch
 from optimized.verification import VerifyBatch, WalkNoise, verify_trees
 from reference.api import RheoConfig, Verification
 
+# What the kernels' tables hold; a test compares these with the kernels' own, which cannot be imported everywhere.
+MAX_SUPPORT, MAX_DEPTH, MAX_BEAM, MAX_OFFERED, MAX_NODES = 1024, 64, 1024, 8192, 1023
+
 BackendName = Literal["auto", "torch", "triton", "cupy"]
 Verify = Callable[[TreeBatch, TargetLaws, WalkNoise, Verification], VerifyBatch]
 
@@ -74,7 +77,16 @@ def unsupported(name: str, config: RheoConfig) -> str | None:
         f"{config.probes} probes per node": config.probes > 1,
         "calibrated weights": config.weights is not None,
         "a score threshold": config.score_threshold > 0,
+        f"a draft_support of {config.draft_support}, more than {MAX_SUPPORT}": config.draft_support > MAX_SUPPORT,
     }
+    if name == "cupy":
+        offered = config.branching * (1 + (config.depth - 1) * config.beam_width)  # at most
+        beyond |= {
+            f"a depth of {config.depth}, more than {MAX_DEPTH}": config.depth > MAX_DEPTH,
+            f"a beam of {config.beam_width}, more than {MAX_BEAM}": config.beam_width > MAX_BEAM,
+            f"{offered} offered nodes, more than {MAX_OFFERED}": offered > MAX_OFFERED,
+            f"a tree of {config.tree_size} nodes, more than {MAX_NODES}": min(config.tree_size, offered) > MAX_NODES,
+        }
     lacking = [what for what, asked in beyond.items() if asked]
     return f"has no kernels for {lacking[0]}" if lacking and name != "torch" else None
 

@@ -89,7 +89,7 @@ def _largest(logits: Tensor, support: int) -> tuple[Tensor, Tensor]:
     # More tokens may tie at the cut than there is room: fill the places at the cut with the lowest tied ids.
     places = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.float32)  # exact below 2**24
     lowest = torch.where(logits == cut, -places, -torch.inf).topk(support, dim=-1).indices
-    above = (best.values > cut).sum(dim=-1, keepdim=True)
+    above = (~(best.values <= cut)).sum(dim=-1, keepdim=True)  # NaN is above everything
     order = arange(support, logits.device).expand_as(lowest)
     ids = torch.where(order < above, best.indices, lowest.gather(-1, (order - above).clamp(min=0))).sort(dim=-1).values
     return logits.gather(-1, ids), ids

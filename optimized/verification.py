@@ -212,6 +212,11 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     """
     cumulative = weights.cumsum(dim=1)
     index = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+    if weights.device.type != "cpu":
+        # A device's cumulative sum may fall by its rounding, and a search then stop at a token without weight.
+        places = arange(weights.shape[1], weights.device)
+        later = torch.where((weights > 0) & (places >= index), places, weights.shape[1])
+        index = later.amin(dim=1, keepdim=True)
     if weights.device.type != "cpu" or (index == weights.shape[1]).any():
         last = weights.shape[1] - 1 - (weights > 0).flip(1).int().argmax(dim=1, keepdim=True)
         index = torch.minimum(index, last)

@@ -22,8 +22,7 @@ class LevelCurves:
     """
 
     def __init__(self, weights: Weights, temperatures: Tensor) -> None:
-        table, self._knots = _tables(weights, temperatures.device)
-        bounds = torch.tensor(BANDS[1:], dtype=torch.float64, device=temperatures.device)
+        table, self._knots, bounds = _tables(weights, temperatures.device)
         above = 1 + torch.bucketize(temperatures.double(), bounds)
         band = torch.where(temperatures < BANDS[0], 0, above)
         self._curves = table[band]  # [batch, 3, knots + 1]
@@ -64,10 +63,11 @@ class LevelCurves:
 
 
 @lru_cache(maxsize=8)
-def _tables(weights: Weights, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[bands, 3, knots + 1] chances with that of no mass first, and [knots + 1] the knots likewise."""
+def _tables(weights: Weights, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """[bands, 3, knots + 1] chances with that of no mass first, [knots + 1] the knots likewise, the bands' bounds."""
     curves = [
         [[0.0, *map(float, curve.values)] for curve in (band.lead, band.probe, band.fill)] for band in weights.bands
     ]
     table = torch.tensor(curves, dtype=torch.float64, device=device)
-    return table, torch.tensor([0.0, *KNOTS], dtype=torch.float64, device=device)
+    knots = torch.tensor([0.0, *KNOTS], dtype=torch.float64, device=device)
+    return table, knots, torch.tensor(BANDS[1:], dtype=torch.float64, device=device)

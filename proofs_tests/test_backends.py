@@ -9,10 +9,15 @@ import pytest
 import torch
 
 from optimized import backends
-from optimized.backends import TORCH, choose_backend, missing
+from optimized.backends import TORCH, choose_backend, missing, unsupported
+from optimized.decoder import RheoDecoder
+from optimized.sampling_params import SamplingParams
+from proofs_tests.toy import random_logits
+from proofs_tests.toy_models import PathDrafter, PathTarget
 from reference.api import RheoConfig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="CuPy launches on a CUDA device only")
 
 
 def test_auto_takes_torch_on_a_cpu() -> None:
@@ -67,4 +72,34 @@ def test_the_benchmark_measures_parts_that_run() -> None:
     problem = bench.Problem(2, 300, CPU)
     done = {part: run() for part, run, _ in problem.parts(TORCH)}
     assert list(done) == ["level", "prune", "verify", "step"]
-    assert torch.equal(done["verify"].token_ids, done["step"].token_ids)  # type: ignore[attr-defined]
+    assert torch.equal(done["verify"].token_ids, done["step"][1].token_ids)  # type: ignore[attr-defined,index]
+
+
+def test_auto_leaves_what_the_kernels_cannot_hold_to_torch() -> None:
+    from optimized.kernels import slots, tree
+
+    assert (backends.MAX_SUPPORT, backends.MAX_DEPTH, backends.MAX_BEAM) == (
+        slots.MAX_SUPPORT,
+        tree.MAX_DEPTH,
+        tree.MAX_BEAM,
+    )
+    assert (backends.MAX_OFFERED, backends.MAX_NODES) == (tree.MAX_OFFERED, tree.MAX_ROWS - 1)
+    assert unsupported("cupy", RheoConfig()) is None
+    assert "draft_support of 2000" in str(unsupported("triton", RheoConfig(draft_support=2000)))
+    for change in ({"depth": 65}, {"beam": 1025}, {"tree_size": 2000, "branching": 30}, {"branching": 40}):
+        assert unsupported("cupy", RheoConfig(**change)) is not None, change  # type: ignore[arg-type]
+        assert unsupported("triton", RheoConfig(**change)) is None, change  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["triton", pytest.param("cupy", marks=NEEDS_CUDA)])
+def test_a_whole_decode_is_the_same_on_every_backend(name: str) -> None:
+    """Batches of mixed requests, roots alone at the prompts, some finished before others: the same tokens."""
+    params = [SamplingParams(seed=b, temperature=(0.0, 0.7, 1.0)[b % 3], max_new_tokens=4 + b) for b in range(4)]
+    texts = []
+    for backend in ("torch", name):
+        target = PathTarget(12, random_logits(3, 12, "normal"))
+        shape = RheoConfig(branching=3, depth=2, tree_size=4)
+        decoder = RheoDecoder(target, PathDrafter(12), None, shape, backend=backend)  # type: ignore[arg-type]
+        assert decoder.backend.name == backend
+        texts.append([result.token_ids for result in decoder.generate([[1], [2, 3], [4], [5]], params)])
+    assert texts[0] == texts[1]

@@ -43,6 +43,7 @@ from proofs_tests.cuda_shim import Shim, compile_kernels
 from proofs_tests.test_differential import BATCH, Case, excused, golden_logits, random_case, random_target, tie_cases
 from proofs_tests.toy import ToyDrafter
 from reference import DraftTree, Margin, RheoConfig, verify
+from reference.tree import root_only
 
 
 @pytest.fixture(scope="session")
@@ -58,6 +59,17 @@ def executor(request: pytest.FixtureRequest) -> Executor:
     if lack is not None:
         pytest.skip(lack)
     return Executor(None)
+
+
+def test_roots_alone_are_walked(executor: Executor) -> None:
+    """What a decoder verifies behind its prompts."""
+    roots = TreeBatch.from_trees([root_only()] * 3, executor.device)
+    drawn = torch.tensor([[4], [5], [6]], device=executor.device)
+    places = (roots.token_ids, roots.parents, roots.probe_rows())
+    walked = walk(*places, drawn < 0, drawn, drawn, depth=0, rule="rheo", launch=executor.vary(0))
+    assert walked.token_ids.tolist() == drawn.tolist()
+    assert walked.rows.tolist() == [[0]] * 3
+    assert walked.counts.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("block", range(4))
