@@ -6,7 +6,7 @@ Every part of a step is captured in a CUDA graph and replayed, which is what the
 them one by one, and "eager" is that. Times are medians of Triton's ``do_bench``; a replay costs some microseconds by
 itself, measured as the part "nothing". The floor of a part is the bytes of the logits it must read over the bandwidth
 of a copy measured in the same run (pure reads can be a little faster than a copy). Unlike the rest of this folder this
-script imports ``optimized``, whose paths it compares. Writes ``times.csv``, row by row, and ``times.png``, ``times.svg``.
+script imports ``optimized``, whose paths it compares. Writes ``times.csv``, row by row, and the pictures beside it.
 """
 
 from __future__ import annotations
