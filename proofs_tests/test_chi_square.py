@@ -163,7 +163,7 @@ def test_batched_path_emits_the_target_law(rule, record_property):
     """A million blocks of three tokens per rule."""
     with Family(f"chi square {rule}", number_of_tests(rule)) as family:
         report = check_rule(family, rule, 1, seed=1 + RULES.index(rule) * 2**60)
-    record_property("comparisons", [(label, comparison) for label, comparison in report])
+    record_property("comparisons", [f"{label}: {comparison}" for label, comparison in report])
 
 
 @pytest.mark.lossless

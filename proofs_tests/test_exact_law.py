@@ -170,7 +170,7 @@ def test_tree_classes_merge_the_outcomes_that_pruning_makes_equal(record_propert
     for tree_size in range(1, 7):
         config = RheoConfig(lead_tokens=0, branching=2, depth=2, tree_size=tree_size)
         counts[tree_size] = Counter(found.outcomes for found in merged(config, example_draft).values())
-    record_property("classes by the outcomes they merge, for each budget", counts)
+    record_property("classes by the outcomes they merge, for each budget", str(counts))
     assert counts == {
         1: {9: 3},  # the root's probe
         2: {9: 3},  # and the fill that follows from it
