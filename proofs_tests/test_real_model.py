@@ -239,8 +239,8 @@ def test_wrong_input_is_refused_and_the_decoder_goes_on(
             decoder.generate([prompt], params)  # type: ignore[list-item]
     forward_tree = decoder.target.forward_tree
 
-    def nan_in_row_one(*args: Any) -> Any:
-        logits, features = forward_tree(*args)
+    def nan_in_row_one(*args: Any, **options: Any) -> Any:
+        logits, features = forward_tree(*args, **options)
         if len(logits) > 1:
             logits[1] = torch.nan
         return logits, features

@@ -238,7 +238,8 @@ def test_commands_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     questions = tmp_path / "alpaca" / "question.jsonl"
     questions.parent.mkdir()
-    questions.write_text('{"turns": ["what?"]}\n{"turns": ["why?"]}\n{"turns": ["how?"]}\n')
+    asked = [{"question_id": number, "turns": [text]} for number, text in enumerate(("what?", "why?", "how?"))]
+    questions.write_text("".join(json.dumps(question) + "\n" for question in asked))
     measure = ["evaluate-head", questions, *where, "--draft", tmp_path / "run" / "head", "-n", 6]
     result = rheo(*measure, "--corpus", tmp_path / "run" / "corpus", "--json")
     assert result.exit_code == 0, result.output
