@@ -48,7 +48,14 @@ def make_the_interpreter_quicker() -> None:
         scope.restore = restore_and_forget
         return scope
 
+    launch = interpreter.GridExecutor.__call__
+
+    def launch_afresh(self: Any, *arguments: Any, **options: Any) -> Any:
+        seen.clear()  # a launch that raised has not restored what it had patched
+        return launch(self, *arguments, **options)
+
     interpreter._patch_lang = once
+    interpreter.GridExecutor.__call__ = launch_afresh
 
 
 if INTERPRETED:
