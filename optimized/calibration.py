@@ -8,7 +8,6 @@ step's probes are drawn, and the text keeps the target's distribution (docs/gene
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +17,8 @@ from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression
 from torch import Tensor
 
+from optimized.files import read_json, write_json
+from optimized.ranges import arange
 from optimized.trees import TreeBatch
 from optimized.verification import VerifyBatch
 from reference.weights import BANDS, KNOTS, LEAST, MOST_LEADS, Curve, Curves, Weights, band_of
@@ -129,7 +130,7 @@ def _points(
     """For leads, probes and fills, from every node where a walk stood and that had been expanded."""
     assert trees.law_rows is not None
     assert trees.masses is not None
-    places = torch.arange(trees.law_rows.shape[1], device=trees.law_rows.device)
+    places = arange(trees.law_rows.shape[1], trees.law_rows.device)
     own = (trees.law_rows > 0) | (places == 0)
     masses, probs, requests = [], [], []
     for level, law in enumerate(laws):
@@ -173,14 +174,7 @@ def save_weights(weights: Weights, path: Path, provenance: dict[str, str]) -> No
         for bound, band in zip(BANDS, weights.bands, strict=True)
     ]
     content = {"format": FORMAT, "source": weights.source, "provenance": provenance, "knots": KNOTS, "bands": bands}
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot read it: {error.strerror}") from error
+    write_json(path, content)
 
 
 def load_weights(path: Path) -> Weights:
@@ -190,10 +184,10 @@ def load_weights(path: Path) -> Weights:
         ValueError: no such file, of another format, or with curves that are none; the message names the file.
     """
     try:
-        content = json.loads(_read(path))
+        content = read_json(path)
         if content["format"] != FORMAT or tuple(content["knots"]) != KNOTS:
             raise ValueError(f"it is of format {content['format']} with {len(content['knots'])} knots")
         bands = [Curves(**{kind: Curve(tuple(band[kind])) for kind in KINDS}) for band in content["bands"]]
         return Weights(tuple(bands), f"{path}: {content['source']}")
-    except (KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} holds no calibrated weights ({error}); `rheo calibrate` writes such files") from error

@@ -17,6 +17,7 @@ from optimized.kernels import slots as slot_kernels
 from optimized.kernels import tree as tree_kernels
 from optimized.kernels.philox import step_uniforms
 from optimized.kernels.rows import RowOutcomes
+from optimized.ranges import arange
 from optimized.slots import LevelSlots
 from optimized.target_laws import TargetLaws
 from optimized.trees import LevelNodes, TreeBatch
@@ -82,7 +83,9 @@ def prune(config: RheoConfig, levels: Sequence[LevelSlots], beams: Sequence[Beam
     )
 
 
-def row_outcomes(trees: TreeBatch, laws: TargetLaws, noise: WalkNoise, rule: Verification) -> RowOutcomes:
+def row_outcomes(
+    trees: TreeBatch, probe_rows: Tensor, laws: TargetLaws, noise: WalkNoise, rule: Verification
+) -> RowOutcomes:
     """What standing at each row of each tree would come to, in Triton: one pass over the target's logits."""
     return row_kernels.row_outcomes(
         laws.masked_logits(),
@@ -90,7 +93,7 @@ def row_outcomes(trees: TreeBatch, laws: TargetLaws, noise: WalkNoise, rule: Ver
         trees.token_ids,
         trees.parents,
         trees.num_nodes,
-        trees.probe_rows(),
+        probe_rows,
         trees.law_index,
         trees.probe_law_ids,
         trees.probe_laws.float(),
@@ -106,8 +109,9 @@ def verify_with_torch_walk(
     trees: TreeBatch, laws: TargetLaws, noise: WalkNoise, rule: Verification = "rheo"
 ) -> VerifyBatch:
     """``optimized.verification.verify_trees``: outcomes in Triton, the walk in Torch."""
-    outcomes = row_outcomes(trees, laws, noise, rule)
-    probe_row = trees.probe_rows()
+    probe_rows = trees.probe_rows()
+    outcomes = row_outcomes(trees, probe_rows, laws, noise, rule)
+    places = arange(trees.rows, probe_rows.device)
 
     def step_at(row: Tensor) -> Step:
         here = row.unsqueeze(1)
@@ -115,14 +119,13 @@ def verify_with_torch_walk(
         def at(values: Tensor) -> Tensor:
             return values.gather(1, here).squeeze(1)
 
-        probe = at(probe_row)
+        probe = at(probe_rows)
         has_probe = probe > 0
         is_child = trees.parents == here
         token = at(outcomes.token)
         child = child_with(trees, is_child & ~trees.is_probe, token)
         accepts = has_probe & at(outcomes.accepts)
         if rule == "rrsw":
-            places = torch.arange(trees.rows, device=row.device)
             lead_token = at(outcomes.lead_token)
             lead = child_with(trees, is_child & has_probe.unsqueeze(1) & (places < probe.unsqueeze(1)), lead_token)
             accepts = accepts & (lead == 0)
@@ -143,11 +146,12 @@ def verify_with_cuda_walk(
     trees: TreeBatch, laws: TargetLaws, noise: WalkNoise, rule: Verification = "rheo"
 ) -> VerifyBatch:
     """``optimized.verification.verify_trees``: outcomes in Triton, the walk in CUDA C++."""
-    outcomes = row_outcomes(trees, laws, noise, rule)
+    probe_rows = trees.probe_rows()
+    outcomes = row_outcomes(trees, probe_rows, laws, noise, rule)
     walked = tree_kernels.walk(
         trees.token_ids,
         trees.parents,
-        trees.probe_rows(),
+        probe_rows,
         outcomes.accepts,
         outcomes.token,
         outcomes.lead_token,

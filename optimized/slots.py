@@ -131,9 +131,13 @@ def level_slots(
         num_slots = torch.minimum(num_slots, constant(children, logits.device).unsqueeze(1))
 
     schedule = arange(branching, logits.device)
-    greedy = (temperatures < GREEDY_TEMPERATURE).view(-1, 1, 1)
-    tempered = kept / torch.where(greedy, 1.0, temperatures.double().view(-1, 1, 1))
     m: int | Tensor = config.fewest_leads
+    room = min(branching, support) - config.fewest_leads
+    draws = min(config.probes, room) if children is None else min(max(children), support)
+    probing = config.proposal != "topk" and draws > 0
+    if probing or config.weights is not None:
+        greedy = (temperatures < GREEDY_TEMPERATURE).view(-1, 1, 1)
+        tempered = kept / torch.where(greedy, 1.0, temperatures.double().view(-1, 1, 1))
     masses = lead_weights = fill_weights = q
     curves = None
     if config.weights is not None:
@@ -142,9 +146,7 @@ def level_slots(
         lead_weights, fill_weights = curves.chance(LEAD, masses), curves.chance(FILL, masses)
         if config.lead_tokens == "auto":
             m = curves.lead_count(masses, num_slots)
-    room = min(branching, support) - config.fewest_leads
-    draws = min(config.probes, room) if children is None else min(max(children), support)
-    if config.proposal != "topk" and draws > 0:
+    if probing:
         has_probe = ~greedy & (num_slots > m)
         tail = ranked & (place >= m)
         law = torch.softmax(tempered.masked_fill(~tail | ~has_probe, -torch.inf), dim=-1).nan_to_num(0.0)

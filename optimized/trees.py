@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from optimized.ranges import arange
 from reference.tree import DraftTree, ProbeLaw
 
 
@@ -87,7 +88,7 @@ class TreeBatch:
         """[batch, rows] long: the row of each row's probe; 0 where it has none in the tree."""
         if self.probe_row is not None:
             return self.probe_row
-        places = torch.arange(self.rows, device=self.parents.device).expand_as(self.parents)
+        places = arange(self.rows, self.parents.device).expand_as(self.parents)
         parents = torch.where(self.is_probe, self.parents, self.rows)  # one more column takes whatever is no probe
         found = torch.zeros(self.batch_size, self.rows + 1, dtype=torch.long, device=self.parents.device)
         return found.scatter_(1, parents, places)[:, :-1].contiguous()
@@ -95,7 +96,7 @@ class TreeBatch:
     def ancestors(self) -> Tensor:
         """[batch, rows, rows] bool: whether column j is row i or its ancestor; padding sees itself and the root."""
         if self.ancestor_bits is not None:
-            places = torch.arange(64, device=self.parents.device)
+            places = arange(64, self.parents.device)
             return ((self.ancestor_bits.unsqueeze(3) >> places) & 1).bool().flatten(2)[:, :, : self.rows]
         reach = torch.eye(self.rows, dtype=torch.bool, device=self.parents.device).repeat(self.batch_size, 1, 1)
         step = self.parents.clamp(min=0)

@@ -147,13 +147,18 @@ class TreeOptions:
         return int(self.lead_tokens)
 
 
+Target = Annotated[str, Option(help="Folder or Hugging Face name; embedded: the built-in one.", rich_help_panel=MODEL)]
+Device = Annotated[
+    str | None,
+    Option(help="cpu, cuda, cuda:1 ...", show_default="cuda if there is one, else cpu", rich_help_panel=MODEL),
+]
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """Which models, and where they run."""
 
-    target: Annotated[
-        str, Option(help="Folder or Hugging Face name; embedded: the built-in one.", rich_help_panel=MODEL)
-    ] = EMBEDDED
+    target: Target = EMBEDDED
     draft: Annotated[
         str | None,
         Option(
@@ -169,10 +174,7 @@ class ModelOptions:
         DTypeName | None,
         Option(help="Of the weights.", show_default="the checkpoint's", rich_help_panel=MODEL),
     ] = None
-    device: Annotated[
-        str | None,
-        Option(help="cpu, cuda, cuda:1 ...", show_default="cuda if there is one, else cpu", rich_help_panel=MODEL),
-    ] = None
+    device: Device = None
     backend: Annotated[
         BackendName,
         Option(help="Who does the sampling side; auto: the best that runs here.", rich_help_panel=MODEL),
@@ -189,15 +191,11 @@ class ModelOptions:
         draft = self._draft()
         with working("loading the models (the embedded target is converted at its first start, about 20 s)"):
             import torch
-            from transformers.utils import logging
 
             from optimized.decoder import RheoDecoder
 
-            logging.disable_progress_bar()
-            logging.set_verbosity_error()
-
+            device = begin_loading(self.device)
             dtype = None if self.dtype is None else getattr(torch, self.dtype)
-            device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
             try:
                 return RheoDecoder.from_pretrained(
                     self.target,
@@ -219,6 +217,16 @@ class ModelOptions:
         if self.draft is None and self.target != EMBEDDED:
             raise ValueError(f"which draft goes with --target {self.target}? Give --draft, or --no-draft for none")
         return self.draft or EMBEDDED
+
+
+def begin_loading(device: str | None) -> str:
+    """Keep transformers quiet, and say where models go: where they were asked for, else on a GPU if there is one."""
+    import torch
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def check_exists(option: str, name: str | None) -> None:

@@ -13,7 +13,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from optimized.cli.console import err, out, progress_bar, working
-from optimized.cli.options import EMBEDDED, MODEL, DTypeName, check_exists
+from optimized.cli.options import EMBEDDED, MODEL, Device, DTypeName, Target, begin_loading, check_exists
 
 if TYPE_CHECKING:
     import torch
@@ -28,9 +28,7 @@ CORPUS, TRAINING, TEXTS = "Corpus", "Training", "Texts"
 class TeacherOptions:
     """The target, and where it and the head run."""
 
-    target: Annotated[
-        str, Option(help="Folder or Hugging Face name; embedded: the built-in one.", rich_help_panel=MODEL)
-    ] = EMBEDDED
+    target: Target = EMBEDDED
     dtype: Annotated[
         DTypeName | None,
         Option(
@@ -39,10 +37,7 @@ class TeacherOptions:
             rich_help_panel=MODEL,
         ),
     ] = None
-    device: Annotated[
-        str | None,
-        Option(help="cpu, cuda, cuda:1 ...", show_default="cuda if there is one, else cpu", rich_help_panel=MODEL),
-    ] = None
+    device: Device = None
 
     def load(self) -> tuple[TargetModel, Any, torch.dtype]:
         """The target, its tokenizer, and the dtype.
@@ -53,14 +48,11 @@ class TeacherOptions:
         check_exists("--target", self.target)
         with working("loading the target (the embedded one is converted at its first start, about 20 s)"):
             import torch
-            from transformers.utils import logging
 
             from optimized.models import load_target, load_tokenizer
             from optimized.training.settings import compute_dtype
 
-            logging.disable_progress_bar()
-            logging.set_verbosity_error()
-            device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+            device = begin_loading(self.device)
             dtype = compute_dtype(device) if self.dtype is None else getattr(torch, self.dtype)
             if dtype == torch.float16:
                 raise ValueError("--dtype float16: heads are trained in bfloat16 or float32")

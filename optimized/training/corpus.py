@@ -13,9 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from optimized.files import read_json, write_json, write_whole
 from optimized.models.target import TargetModel
 from optimized.training.conversations import conversation_format, write_conversations
-from optimized.training.files import read_json, write_json, write_whole
 from optimized.training.settings import CorpusSettings, check_same, plain
 
 _HELD_OUT_STREAM = 2**32 - 1  # beside the shards' streams of the same seed

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from optimized.training.files import write_json, write_whole
+from optimized.files import write_json, write_whole
 from optimized.training.student import Student
 from optimized.training.vocabulary import membership, offsets
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from optimized.training.files import write_whole
+from optimized.files import write_whole
 
 Row = dict[str, float]
 

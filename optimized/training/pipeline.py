@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from optimized.files import write_json
 from optimized.models.target import TargetModel
 from optimized.training.corpus import Corpus, write_corpus
 from optimized.training.evaluation import OverlapReport, any_counted, held_out_texts, measure_overlap
 from optimized.training.export import write_head
-from optimized.training.files import write_json
 from optimized.training.journal import Row, check_plotting, plot_training, read_journal
 from optimized.training.settings import CorpusSettings, TrainSettings
 from optimized.training.student import Student, new_student, read_student

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from optimized.files import write_whole
 from optimized.models.target import TargetModel
 from optimized.training.evaluation import Text, measure_overlap
-from optimized.training.files import write_whole
 from optimized.training.journal import Journal, Row
 from optimized.training.lessons import read_lesson, score_steps
 from optimized.training.settings import TrainSettings, check_same, plain
