@@ -7,7 +7,9 @@ to be right.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -16,3 +18,12 @@ if not torch.cuda.is_available():
 # Torch fills new tensors in this mode only; where an operation has no deterministic version it warns.
 torch.use_deterministic_algorithms(True, warn_only=True)
 torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Threads cost more than they give on models as small as the tests'."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

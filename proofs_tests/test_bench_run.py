@@ -8,14 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from optimized.bench.aggregate import PHASES
@@ -32,7 +30,8 @@ from optimized.cli import app
 from optimized.decoder import RheoDecoder
 from optimized.models import CausalDrafter, TargetModel
 from optimized.sampling_params import SamplingParams
-from proofs_tests.test_cli import byte_tokenizer, tiny_model
+from proofs_tests.test_cli import tiny_model
+from proofs_tests.tiny_models import byte_tokenizer
 from reference.api import RheoConfig
 
 TIMES = {"seconds", "tokens_per_second", "prompt_seconds", *(f"{phase}_seconds" for phase in PHASES)}
@@ -65,12 +64,7 @@ def comparable(rows: list[Row]) -> dict[Any, dict[str, Any]]:
     }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

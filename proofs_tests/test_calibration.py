@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from optimized import drafting
 from optimized.calibration import Calibrator, load_weights, prior_weights, save_weights
+from optimized.cli import app
 from optimized.decoder import RheoDecoder
 from optimized.growth import grow_trees
 from optimized.loop import CALIBRATION_STEPS
@@ -21,7 +23,8 @@ from optimized.sampling_params import SamplingParams
 from optimized.target_laws import SamplingBatch, TargetLaws
 from optimized.verification import verify_trees
 from proofs_tests.statistics import Family
-from proofs_tests.test_cli import byte_tokenizer, tiny_model
+from proofs_tests.test_cli import tiny_model
+from proofs_tests.tiny_models import byte_tokenizer
 from proofs_tests.toy import ToyDrafter, random_logits
 from proofs_tests.toy_models import PathDrafter, PathTarget
 from reference.api import RheoConfig
@@ -226,6 +229,34 @@ def test_a_file_that_holds_none_is_refused_by_name(tmp_path: Path, change: str) 
     path.write_text("nothing" if change == "text" else json.dumps(content))
     with pytest.raises(ValueError, match=r"weights\.json holds no calibrated weights"):
         load_weights(path)
+
+
+def test_the_command_writes_weights_that_decode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    """``rheo calibrate`` on two questions; its file goes into ``generate`` and goes on in another ``calibrate``."""
+
+    def tiny(*_: object, calibrator: Calibrator | None = None, **__: object) -> RheoDecoder:
+        return decoder(calibrator, weights=prior_weights())
+
+    monkeypatch.setattr(RheoDecoder, "from_pretrained", tiny)
+    questions, out = tmp_path / "few.jsonl", tmp_path / "made" / "weights.json"
+    questions.write_text("".join(json.dumps({"question_id": i, "turns": [f"say {i}"]}) + "\n" for i in range(2)))
+    command = ["calibrate", str(questions), "-n", "12", "--temperatures", "1,0"]
+    result = CliRunner().invoke(app, [*command, "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    content = json.loads(out.read_text())
+    assert content["provenance"]["temperatures"] == "1,0"
+    learned = load_weights(out)
+    assert learned.at(1.0) != prior_weights().at(1.0)
+    assert learned.at(0.0).lead != prior_weights().at(0.0).lead
+    assert learned.at(0.3) == prior_weights().at(0.3)  # no such request
+    again = CliRunner().invoke(app, [*command, "--weights", str(out), "--out", str(tmp_path / "more.json")])
+    assert again.exit_code == 0, again.output
+    assert str(out) in json.loads((tmp_path / "more.json").read_text())["provenance"]["began_with"]
+    refused = CliRunner().invoke(app, [*command, "--out", str(out)])
+    assert refused.exit_code == 2
+    assert "exists already" in " ".join(refused.output.split())
 
 
 def test_a_calibrator_replaces_the_configurations_weights() -> None:

@@ -8,8 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from optimized.cli import app
@@ -19,21 +18,10 @@ from optimized.decoder import RheoDecoder
 from optimized.models import CausalDrafter, TargetModel
 from optimized.outputs import GenerationError
 from optimized.sampling_params import SamplingParams
+from proofs_tests.tiny_models import byte_tokenizer
 from reference.api import RheoConfig
 
 SMALL = ["--tree-size", "5", "--depth", "2", "--branching", "3", "-n", "12"]
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}{% if add_generation_prompt %}a{% endif %}"
-)
-
-
-def byte_tokenizer(chat_template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    """Bytes as tokens, and an end-of-sequence token behind them."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", chat_template=chat_template)
 
 
 def tiny_model(seed: int, layers: int) -> LlamaForCausalLM:
@@ -47,10 +35,8 @@ def tiny_model(seed: int, layers: int) -> LlamaForCausalLM:
 
 
 @pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def loaded(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> dict[str, Any]:
     """Replaces the loading of models; holds what the command asked for, and the tokenizer it will get."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads cost more than they give on models this small
     asked: dict[str, Any] = {"tokenizer": byte_tokenizer()}
 
     def from_pretrained(target: str, draft: str | None, config: RheoConfig, **where: Any) -> RheoDecoder:
@@ -61,8 +47,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
     monkeypatch.setattr(RheoDecoder, "from_pretrained", from_pretrained)
     monkeypatch.setenv("COLUMNS", "120")
-    yield asked
-    torch.set_num_threads(threads)
+    return asked
 
 
 def rheo(*arguments: str, stdin: str | None = None) -> Result:

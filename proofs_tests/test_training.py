@@ -38,12 +38,7 @@ LAYERS = (1, 2, 3)
 ATOL = 1e-4  # float32 rounding; a wrong mask, position or feature moves these logits by > 1e-2
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads cost more than they give on models this small
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tiny_target(seed: int = 1, **changes) -> TargetModel:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from optimized.cli import app
@@ -19,29 +18,14 @@ from optimized.training import CorpusSettings, TrainSettings, load_corpus, write
 from optimized.training.conversations import conversation_format, draw
 from optimized.training.journal import read_journal
 from optimized.training.pipeline import train_head
+from proofs_tests.tiny_models import byte_tokenizer
 
 EOS = 256
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};\n{% endfor %}"
 SETTINGS = CorpusSettings(conversations=7, length=40, batch=3, held_out=2, top_k=0, answer_temperatures=(0.5, 1.0))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads cost more than they give on models this small
-    yield
-    torch.set_num_threads(threads)
-
-
-def byte_tokenizer(chat_template: str | None = TEMPLATE, bos: str | None = None) -> PreTrainedTokenizerFast:
-    """Bytes as tokens, and an end-of-sequence token behind them."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", bos_token=bos)
-    made.chat_template = chat_template
-    return made
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tiny_model(seed: int = 1) -> LlamaForCausalLM:
@@ -63,7 +47,7 @@ def same(one, other) -> bool:
 
 
 def test_conversation_format_of_a_chat_template():
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(TEMPLATE)
     layout = conversation_format(tokenizer, (EOS,))
     assert tokenizer.decode(layout.opening) == "u:"
     assert tokenizer.decode(layout.to_answer) == ";\na:"
@@ -110,7 +94,7 @@ def test_draw_is_the_inverse_cdf_of_the_tempered_law():
 
 
 def test_corpus_follows_the_template_and_the_target(tmp_path):
-    target, tokenizer = TargetModel(tiny_model()), byte_tokenizer()
+    target, tokenizer = TargetModel(tiny_model()), byte_tokenizer(TEMPLATE)
     semicolon, newline, colon, user, assistant = (tokenizer(char)["input_ids"][0] for char in ";\n:ua")
     # A target that ends its turns now and then: EOS, which the template never writes, stands for the template's end.
     target.model.lm_head.weight[EOS] *= 2
@@ -138,7 +122,7 @@ class Killed(Exception):
 
 
 def test_corpus_goes_on_where_it_stopped(tmp_path):
-    target, tokenizer = TargetModel(tiny_model()), byte_tokenizer()
+    target, tokenizer = TargetModel(tiny_model()), byte_tokenizer(TEMPLATE)
     reports = []
     whole = write_corpus(tmp_path / "whole", target, tokenizer, SETTINGS, "tiny", lambda *done: reports.append(done))
     assert whole.tokens.shape == (7, 40)
@@ -166,7 +150,7 @@ def test_corpus_goes_on_where_it_stopped(tmp_path):
 
 
 def test_corpus_refusals(tmp_path):
-    target, tokenizer = TargetModel(tiny_model()), byte_tokenizer()
+    target, tokenizer = TargetModel(tiny_model()), byte_tokenizer(TEMPLATE)
     write_corpus(tmp_path, target, tokenizer, SETTINGS)
     with pytest.raises(ValueError, match=r"other settings \(seed: 0 there, 1 now\)"):
         write_corpus(tmp_path, target, tokenizer, replace(SETTINGS, seed=1))
@@ -191,7 +175,7 @@ def test_corpus_refusals(tmp_path):
 
 
 def test_pipeline_with_a_checkpoint_to_go_on_from(tmp_path):
-    target, tokenizer = TargetModel(tiny_model()), byte_tokenizer()
+    target, tokenizer = TargetModel(tiny_model()), byte_tokenizer(TEMPLATE)
     training = TrainSettings(steps=3, batch=2, warmup=1, measure_every=3)
     stages = []
     first = train_head(
@@ -220,7 +204,7 @@ def test_commands_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("COLUMNS", "160")
     model = tmp_path / "target"
     tiny_model().save_pretrained(model)
-    byte_tokenizer().save_pretrained(model)
+    byte_tokenizer(TEMPLATE).save_pretrained(model)
     where = ["--target", model, "--dtype", "float32", "--device", "cpu"]
     small = ["--conversations", 6, "--length", 30, "--shard", 4, "--held-out", 2, "--vocabulary", 50, "--batch", 2]
     command = ["train-head", tmp_path / "run", *where, *small, "--steps", 3, "--answer-temperature", 1]

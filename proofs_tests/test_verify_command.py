@@ -1,7 +1,6 @@
 """``rheo verify``: it agrees with the real code, it fails on a broken one, and it refuses what proves nothing."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +18,8 @@ from optimized.evidence.markov import target_law
 from optimized.evidence.pair import OTHER, block_law, named
 from optimized.models import CausalDrafter, TargetModel
 from optimized.sampling_params import SamplingParams
-from proofs_tests.test_cli import byte_tokenizer, tiny_model, told
+from proofs_tests.test_cli import tiny_model, told
+from proofs_tests.tiny_models import byte_tokenizer
 from reference.api import RheoConfig
 from reference.statistics import ImpossibleOutcomeError, aligned, compare
 
@@ -29,10 +29,8 @@ BUILT_IN = ["--draws", "2400"]
 
 
 @pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def loaded(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> dict[str, Any]:
     """Loads a tiny target, and a draft that is the same network, six times as sure of itself."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     asked: dict[str, Any] = {}
 
     def from_pretrained(target: str, draft: str | None, config: RheoConfig, **where: Any) -> RheoDecoder:
@@ -42,8 +40,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
     monkeypatch.setattr(RheoDecoder, "from_pretrained", from_pretrained)
     monkeypatch.setenv("COLUMNS", "120")
-    yield asked
-    torch.set_num_threads(threads)
+    return asked
 
 
 @pytest.fixture
