@@ -76,7 +76,8 @@ def unsupported(name: str, config: RheoConfig) -> str | None:
         "static trees": config.proposal == "static",
         f"{config.probes} probes per node": config.probes > 1,
         "calibrated weights": config.weights is not None,
-        "a score threshold": config.score_threshold > 0,
+        "thresholds": config.may_stop,
+        "trees of automatic size": config.tree_size == "auto",
         f"a draft_support of {config.draft_support}, more than {MAX_SUPPORT}": config.draft_support > MAX_SUPPORT,
     }
     if name == "cupy":
@@ -85,7 +86,7 @@ def unsupported(name: str, config: RheoConfig) -> str | None:
             f"a depth of {config.depth}, more than {MAX_DEPTH}": config.depth > MAX_DEPTH,
             f"a beam of {config.beam_width}, more than {MAX_BEAM}": config.beam_width > MAX_BEAM,
             f"{offered} offered nodes, more than {MAX_OFFERED}": offered > MAX_OFFERED,
-            f"a tree of {config.tree_size} nodes, more than {MAX_NODES}": min(config.tree_size, offered) > MAX_NODES,
+            f"a tree of {config.budget} nodes, more than {MAX_NODES}": min(config.budget, offered) > MAX_NODES,
         }
     lacking = [what for what, asked in beyond.items() if asked]
     return f"has no kernels for {lacking[0]}" if lacking and name != "torch" else None

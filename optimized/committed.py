@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from optimized.ranges import arange
 from optimized.request import Request
 from optimized.verification import VerifyBatch
 
@@ -40,6 +41,22 @@ class Committed:
         """Without the columns from ``columns`` on, which must be padding; None leaves all."""
         features = None if self.features is None else self.features[:, :columns]
         return Committed(self.token_ids[:, :columns], self.counts, features)
+
+
+def joined(parts: Sequence[Committed]) -> Committed:
+    """What several steps added to the same texts, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    token_ids = torch.cat([part.token_ids for part in parts], dim=1)
+    padding = torch.cat(
+        [arange(part.token_ids.shape[1], token_ids.device) >= part.counts[:, None] for part in parts], 1
+    )
+    order = padding.sort(dim=1, stable=True).indices
+    features = None
+    if parts[0].features is not None:
+        together = torch.cat([part.features for part in parts if part.features is not None], dim=1)
+        features = together.take_along_dim(order.unsqueeze(2), dim=1)
+    return Committed(token_ids.gather(1, order), torch.stack([part.counts for part in parts]).sum(dim=0), features)
 
 
 def whole_texts(live: Sequence[Request], features: Tensor | None, device: torch.device) -> Committed:

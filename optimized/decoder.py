@@ -23,6 +23,8 @@ from optimized.outputs import GenerationError, GenerationResult, StreamEvent
 from optimized.randomness import fresh_seed
 from optimized.request import Request
 from optimized.sampling_params import SamplingParams
+from optimized.sizing import StepCosts, TreeSizer
+from optimized.step_costs import CostTable, measure_costs
 from optimized.trees import TreeBatch
 from optimized.verification import VerifyBatch
 from reference.api import RheoConfig, VerifyResult
@@ -50,6 +52,10 @@ class RheoDecoder:
             before: weights must not meet the random numbers again that shaped them, so every request has its own, a
             function of its seed and of how many came before. ``calibrator.weights().source`` says where the weights
             come from.
+
+    With ``RheoConfig(tree_size="auto")`` a decoder measures what its steps cost, which takes some seconds before the
+    first texts and before a batch that is larger than any so far, and grows trees as far as they pay. What a seed gives
+    then depends on the machine and on what was decoded before, as with a calibrator; the texts' law does not.
 
     Raises:
         ValueError: the drafter speaks of tokens that the target does not have, or reads features it does not give, or
@@ -79,6 +85,8 @@ class RheoDecoder:
             self.config = replace(self.config, weights=calibrator.weights())
         self.backend_name: BackendName = backend
         self.backend = choose_backend(backend, torch.device(target.device), self.config)
+        self._costs = CostTable(self._measure)
+        self.sizer = TreeSizer(self._costs) if self.config.tree_size == "auto" and drafter is not None else None
         if drafter is not None:
             _check_vocab_map(drafter)
             highest = drafter.vocab_size - 1 if drafter.vocab_map is None else int(drafter.vocab_map.max())
@@ -176,6 +184,8 @@ class RheoDecoder:
         """
         seen: list[tuple[DraftTree, VerifyResult]] = []
         [request] = self._requests(prompt, params)
+        if self.sizer is not None:
+            self._costs.cover(1)
         for trees, walk, _ in self._steps([request]):
             if request.failure is None and trees.rows > 1:
                 count = int(walk.counts[0])
@@ -200,10 +210,16 @@ class RheoDecoder:
         return [int(token) for token in encoded]
 
     def _stream(self, requests: list[Request]) -> Iterator[StreamEvent]:
+        if self.sizer is not None:
+            self._costs.cover(min(len(requests), self.max_batch_size))
         for first in range(0, len(requests), self.max_batch_size):
             for _, _, events in self._steps(requests[first : first + self.max_batch_size]):
                 yield from events
         self._raise_failures(requests)
+
+    def _measure(self, batch: int) -> StepCosts:
+        assert self.drafter is not None  # or there would be no sizer
+        return measure_costs(self.target, self.drafter, self.config, self.backend, batch, self.calibrator)
 
     @staticmethod
     def _raise_failures(requests: Sequence[Request]) -> None:
@@ -226,7 +242,9 @@ class RheoDecoder:
         while waiting:
             batch = waiting.pop()
             try:
-                loop = BatchLoop(self.target, self.drafter, self.config, self.backend, self.calibrator, clock)
+                loop = BatchLoop(
+                    self.target, self.drafter, self.config, self.backend, self.calibrator, clock, self.sizer
+                )
                 yield from loop.run(batch)
             except Exception as error:  # whatever a model may raise: out of memory, a bug in a drafter of one's own
                 traceback.clear_frames(error.__traceback__)  # they hold what filled the memory
@@ -261,10 +279,11 @@ class RheoDecoder:
             Request(index, prompt, request, self.tokenizer, self.target.eos_token_ids, self.target.max_positions)
             for index, (prompt, request) in enumerate(zip(token_lists, each, strict=True))
         ]
-        if self.calibrator is not None:
+        learner = self.calibrator or self.sizer
+        if learner is not None:
             for request in requests:
-                request.noise_seed = fresh_seed(request.seed, self.calibrator.requests)
-                self.calibrator.requests += 1
+                request.noise_seed = fresh_seed(request.seed, learner.requests)
+                learner.requests += 1
         return requests
 
     def _token_lists(self, prompts: Prompts) -> list[list[int]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from optimized.clock import PhaseClock
-from optimized.committed import Committed
+from optimized.committed import Committed, joined
 from optimized.growth import GrowthSteps, grow_trees
 from optimized.models import Drafter
 from optimized.randomness import StepNoise
@@ -36,11 +36,13 @@ class Drafting:
         self._drafter, self._depth, self._growth, self._clock = drafter, depth, growth, clock
         self._places: list[int] = []  # of the requests that the drafter holds, in their order
         self._longest: int | None = None  # how much of whole texts it has to read; None once it has
+        self._unread: list[Committed] = []  # of steps without a draft
 
     def reset(self, live: Sequence[Request], device: torch.device) -> None:
         """Begin with texts of which the drafter has read nothing."""
         self._places = [place for place, request in enumerate(live) if self._fits(request)]
         self._longest = max((live[place].length - 1 for place in self._places), default=0)
+        self._unread = []
         if self._drafter is not None and self._places:
             self._drafter.reset(torch.tensor([live[place].prompt[0] for place in self._places], device=device))
 
@@ -51,12 +53,23 @@ class Drafting:
         if self._drafter is not None and staying and len(staying) < len(self._places):
             self._drafter.select(torch.tensor(staying, device=device))
         self._places = [new_place[self._places[row]] for row in staying]
+        if self._unread and len(keep) < len(self._unread[0].counts):
+            index = torch.tensor(keep, device=device)
+            self._unread = [part.select(index) for part in self._unread]
+
+    def skip(self, committed: Committed) -> TreeBatch:
+        """No draft in this step: roots only. The drafter reads what was committed when it is asked again."""
+        if self._drafter is not None and self._places:
+            self._unread.append(committed)
+            if self._longest is not None:
+                self._longest += 1
+        return _roots(len(committed.counts), committed.counts.device)
 
     def trees(self, config: RheoConfig, committed: Committed, temperatures: Tensor, noise: StepNoise) -> TreeBatch:
         """One tree of this shape per request."""
         drafter, clock, batch, device = self._drafter, self._clock, len(temperatures), temperatures.device
         if drafter is None or not self._places:
-            return TreeBatch.from_trees([root_only()] * batch, device)
+            return _roots(batch, device)
         index = None if len(self._places) == batch else torch.tensor(self._places, device=device)
 
         def spread(logits: Tensor) -> Tensor:
@@ -75,6 +88,7 @@ class Drafting:
             return spread(drafter.expand(nodes))
 
         clock.enter("draft")
+        committed, self._unread = joined([*self._unread, committed]), []
         mine = committed if index is None else committed.select(index).first(self._longest)
         self._longest = None
         root_logits = spread(drafter.advance(mine.token_ids, mine.counts, mine.features))
@@ -98,3 +112,7 @@ class Drafting:
                 stacklevel=2,
             )
         return fits
+
+
+def _roots(batch: int, device: torch.device) -> TreeBatch:
+    return TreeBatch.from_trees([root_only()] * batch, device)

@@ -2,7 +2,8 @@
 
 Offered nodes are laid out in the order (level, parent's rank, slot), so a *stable* descending sort of the path scores
 is the total order of the specification. Shapes depend on the configuration alone and nothing is read back from the
-device. What a static tree expands is known beforehand; all its scores are 1, so the same order goes level by level.
+device, unless a threshold may end growth: that saves work only where somebody looks. What a static tree expands is
+known beforehand; all its scores are 1, so the same order goes level by level.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from optimized.ranges import arange, constant, levels_of
-from optimized.slots import LevelSlots, level_slots
+from optimized.slots import LevelSlots, level_slots, reaches
 from optimized.trees import LevelNodes, TreeBatch
 from reference.api import RheoConfig
 from reference.topology import StaticShape
@@ -75,6 +76,8 @@ def grow_trees(
     levels, beams = [slots_of(root_logits.unsqueeze(1), root_score, 0)], []
     for depth in range(1, config.depth):
         beam = steps.select_beam(config, levels[-1], depth)
+        if beam.offers.shape[1] == 0:  # no request goes on
+            break
         logits = expand(beam.nodes)
         if logits.shape != (*beam.offers.shape, root_logits.shape[-1]):
             expected = [*beam.offers.shape, root_logits.shape[-1]]
@@ -86,6 +89,8 @@ def grow_trees(
 
 def select_beam(config: RheoConfig, slots: LevelSlots, depth: int) -> Beam:
     """The best ``config.beam_width`` nodes that a level offers (all of them if fewer); of a static tree the inner ones.
+
+    Where a threshold may stop the trees, the beam is as wide as the widest of the batch: this is read from the device.
 
     Args:
         config: the trees' shape.
@@ -101,6 +106,12 @@ def select_beam(config: RheoConfig, slots: LevelSlots, depth: int) -> Beam:
         offers = constant(_static_offers(config.shape, config.branching, depth), device).expand(len(offered), -1)
         log_scores = offered.gather(1, offers)
     valid = log_scores > -torch.inf
+    if config.level_threshold > 0:
+        valid = valid & reaches(log_scores[:, :1], config.level_threshold)
+        log_scores = log_scores.masked_fill(~valid, -torch.inf)
+    if config.may_stop:
+        width = int(valid.sum(dim=1).max())
+        offers, log_scores, valid = offers[:, :width], log_scores[:, :width], valid[:, :width]
     nodes = LevelNodes(
         token_ids=torch.where(valid, slots.token_ids.flatten(1).gather(1, offers), 0),
         parents=torch.where(valid, offers // config.branching, 0),
@@ -117,7 +128,9 @@ def _static_offers(shape: StaticShape, branching: int, level: int) -> tuple[int,
 
 
 def prune(config: RheoConfig, levels: Sequence[LevelSlots], beams: Sequence[Beam]) -> TreeBatch:
-    """Keep the best ``config.tree_size`` of all offered nodes and number them level-major.
+    """Keep the best ``config.budget`` of all offered nodes and number them level-major.
+
+    Where a threshold may stop the trees, there are as many rows as the largest needs: this is read from the device.
 
     Args:
         config: the trees' shape.
@@ -127,12 +140,15 @@ def prune(config: RheoConfig, levels: Sequence[LevelSlots], beams: Sequence[Beam
     batch, device = levels[0].failed.shape[0], levels[0].failed.device
     offered = torch.cat([slots.log_scores.flatten(1) for slots in levels], dim=1)
     count = offered.shape[1]
-    size = min(config.tree_size, count)
-    rows = size + 1
+    size = min(config.budget, count)
     ranking = offered.sort(dim=1, descending=True, stable=True)
     kept = ranking.indices[:, :size]
     kept = torch.where(ranking.values[:, :size] > -torch.inf, kept, count).sort(dim=1).values
     exists = kept < count
+    if config.may_stop:
+        size = int(exists.sum(dim=1).max())
+        kept, exists = kept[:, :size], exists[:, :size]
+    rows = size + 1
     index = kept.clamp(max=count - 1)
 
     def pick(values: Tensor, padding: int | float | bool) -> Tensor:
@@ -175,7 +191,7 @@ def prune(config: RheoConfig, levels: Sequence[LevelSlots], beams: Sequence[Beam
         probe_laws=torch.cat([slots.law for slots in levels], dim=1).view(batch, -1, support),
         law_index=law_index[:, :rows],
         draft_failed=any_failed(levels, beams),
-        depth=config.depth,
+        depth=len(levels),
         probes=min(config.probes, max(config.branching - config.fewest_leads, 1)),
         law_rows=None if config.weights is None else row_of.gather(1, offer_of_expanded),
         masses=None if config.weights is None else torch.cat([_given(slots.masses) for slots in levels], dim=1),

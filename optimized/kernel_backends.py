@@ -71,7 +71,7 @@ def prune(config: RheoConfig, levels: Sequence[LevelSlots], beams: Sequence[Beam
         branching=config.branching,
         beam=config.beam_width,
         depth=config.depth,
-        tree_size=config.tree_size,
+        tree_size=config.budget,
     )
     fields = tree._asdict()
     return TreeBatch(

@@ -17,6 +17,7 @@ from optimized.models import Drafter, TargetModel
 from optimized.outputs import StreamEvent
 from optimized.randomness import StepNoise, StepRandomness
 from optimized.request import Request
+from optimized.sizing import Sizing
 from optimized.target_laws import SamplingBatch, TargetLaws
 from optimized.trees import TreeBatch
 from optimized.verification import VerifyBatch
@@ -38,6 +39,7 @@ class BatchLoop:
         backend: does the sampling side.
         calibrator: learns weights for later steps; None learns nothing.
         clock: where the time goes.
+        sizing: decides how far trees grow; None leaves that to the configuration.
     """
 
     def __init__(
@@ -48,9 +50,10 @@ class BatchLoop:
         backend: Backend,
         calibrator: Calibrator | None,
         clock: PhaseClock,
+        sizing: Sizing | None = None,
     ) -> None:
         self.target, self.drafter, self.config = target, drafter, config
-        self.backend, self.calibrator, self.clock = backend, calibrator, clock
+        self.backend, self.calibrator, self.clock, self.sizing = backend, calibrator, clock, sizing
 
     @torch.inference_mode()
     def run(self, live: list[Request]) -> Iterator[tuple[TreeBatch, VerifyBatch, list[StreamEvent]]]:
@@ -73,13 +76,13 @@ class BatchLoop:
             [request.noise_seed for request in live],
             config.depth,
             config.beam_width,
-            config.tree_size + 1,
+            config.budget + 1,
             device,
             config.probes,
             self.backend.uniforms,
         )
         drafting = Drafting(self.drafter, config.depth, self.backend.growth, clock)
-        shape: RheoConfig | None = None  # with the weights learned so far
+        weighted: RheoConfig | None = None  # with the weights learned so far
         noises: list[StepNoise] = []
         committed: Committed | None = None  # None: the caches do not hold the texts
         while True:
@@ -98,10 +101,16 @@ class BatchLoop:
                     _, features = self._read([request.tokens[:-1] for request in live])
                     committed = whole_texts(live, features, device)
                     drafting.reset(live, device)
-                if self.calibrator is not None and (shape is None or step % CALIBRATION_STEPS == 1):
-                    # Before the step's probes are drawn, and from earlier steps only: that keeps the text's law.
-                    shape = replace(config, weights=self.calibrator.weights())
-                trees = drafting.trees(shape or config, committed, sampling.temperatures, noise)
+                # Before the step's probes are drawn, and from earlier steps only: that keeps the text's law.
+                if self.calibrator is not None and (weighted is None or step % CALIBRATION_STEPS == 1):
+                    weighted = replace(config, weights=self.calibrator.weights())
+                shape: RheoConfig | None = weighted or config
+                if self.sizing is not None:
+                    shape = self.sizing.shape(weighted or config, len(live))
+                if shape is None:
+                    trees = drafting.skip(committed)
+                else:
+                    trees = drafting.trees(shape, committed, sampling.temperatures, noise)
                 clock.enter("target")
                 token_ids = torch.cat([committed.last, trees.token_ids[:, 1:]], dim=1)
                 logits, features = self.target.forward_tree(token_ids, trees.depths, trees.ancestors())
@@ -124,6 +133,8 @@ class BatchLoop:
             if self.calibrator is not None:
                 failed = laws.bad | trees.draft_failed
                 self.calibrator.observe(trees, walk, laws.kept or [], config.branching, sampling.temperatures, failed)
+            if self.sizing is not None and step > 0:
+                self.sizing.observe(trees, walk)
             keep = [b for b, request in enumerate(live) if not request.done]
             if not keep:
                 return

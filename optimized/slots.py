@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 import torch
@@ -185,8 +186,7 @@ def level_slots(
     log_weights = torch.zeros_like(weights) if config.proposal == "static" else weights.log()
     log_scores = parent_scores.unsqueeze(2) + torch.where(schedule < num_slots, log_weights, -torch.inf)
     if config.score_threshold > 0:
-        # A sum of logs may fall short of the log of an equal product by its rounding; equal scores are offered.
-        log_scores = log_scores.masked_fill(log_scores < math.log(config.score_threshold) - TIE, -torch.inf)
+        log_scores = log_scores.masked_fill(~reaches(log_scores, config.score_threshold), -torch.inf)
     return LevelSlots(
         token_ids=ids.gather(-1, index.clamp(max=support - 1)),
         log_scores=log_scores,
@@ -196,6 +196,11 @@ def level_slots(
         failed=failed,
         masses=None if curves is None else masses,
     )
+
+
+def reaches(log_scores: Tensor, threshold: float | Fraction) -> Tensor:
+    """Which path scores are at least the threshold; a sum of logs may be below the log of an equal product."""
+    return log_scores >= math.log(threshold) - TIE
 
 
 def _last_lead(lead_weights: Tensor, m: int | Tensor, or_first: bool) -> Tensor:

@@ -26,6 +26,8 @@ from proofs_tests.variants import RHEO, RRSW, Law3, Path, Variant, bias, entered
 from proofs_tests.wrong_pieces import (
     above_one,
     at_most_on_the_grid,
+    below_a_likely_best,
+    below_a_likely_level,
     below_on_the_grid,
     better_ranked_mate,
     bonus_from_the_draft,
@@ -45,6 +47,8 @@ from proofs_tests.wrong_pieces import (
     leads_leave_a_gap,
     leads_share_what_the_probe_leaves,
     leads_stay,
+    learned_within_the_step,
+    likely_ones,
     own_probability,
     probe_in_the_last_slot,
     probes_own_uniform,
@@ -130,6 +134,7 @@ THREE_LEVELS = (
     ),
     RheoConfig(1, 3, 3, 3, 2),
 )
+TWO_A_LEVEL = (THREE_LEVELS[0], RheoConfig(0, 2, 3, 5, 2))
 TURNING = (
     _by_last_token("turning", [law(3, 0, 1), law(0, 3, 8), law(4, 4, 1), law(1, 8, 3)], [law(8, 2, 3), law(1, 1, 8)]),
     RheoConfig(0, 2, 2, 2, 2),
@@ -211,6 +216,10 @@ MUTANTS = [
     Mutant("stopping before an odd probe", "no stopping time", Variant(keep=stop_before_an_odd_probe), "0.26"),
     Mutant("half the budget when the finished tree is shallow", "no stopping time",
            Variant(keep=half_if_shallow), "0.17"),
+    Mutant("no level below one that adds up to little", "depends on worse-ranked mates",
+           Variant(expand=below_a_likely_level), tailored=TWO_A_LEVEL),
+    Mutant("weights learned from this step's probes", "A2", Variant(slots=reweighed(learned_within_the_step)),
+           tailored=THREE_LEVELS),
     Mutant("unlikely probes pruned", "A2", Variant(keep=drop_unlikely_probes)),
     Mutant("fill equal to the probe, children found by token", "A3",
            Variant(slots=fills_that_may_repeat_the_probe, step=children_by_token)),
@@ -249,6 +258,10 @@ TWINS = [
            Variant(draws=draw_with_replacement, slots=drop_the_repeat), probes=2),
     Mutant("stopping after an odd probe", "a stopping time", Variant(keep=stop_after_an_odd_probe)),
     Mutant("threshold tree", "a stopping time", Variant(keep=score_threshold)),
+    Mutant("no level below one whose best node is unlikely", "the best of a level is revealed first",
+           Variant(expand=below_a_likely_best), tailored=TWO_A_LEVEL),
+    Mutant("only likely nodes expanded", "a score depends on the path alone", Variant(expand=likely_ones),
+           tailored=TWO_A_LEVEL),
     Mutant("fills discounted by half", "known before the fills", Variant(slots=reweighed(discounted_fills))),
     Mutant("weight that depends on a better-ranked beam mate", "revealed before the weight is needed",
            Variant(slots=reweighed(better_ranked_mate)), tailored=THREE_LEVELS),

@@ -145,15 +145,16 @@ def test_conversations_go_on_with_the_plain_text_for_every_method(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[Method, tuple[int, ...], SamplingParams, Answer]] = []
-    run = MethodRunner.run
+    run_batch = MethodRunner.run_batch
 
-    def spy(self: MethodRunner, method: Method, prompt: list[int], params: SamplingParams) -> Answer:
-        answer = run(self, method, prompt, params)
-        if params.seed != 0:  # the warm-up's
-            asked.append((method, tuple(prompt), params, answer))
-        return answer
+    def spy(self: MethodRunner, method: Method, prompts: list[list[int]], params: list[SamplingParams]) -> list[Answer]:
+        answers = run_batch(self, method, prompts, params)
+        for prompt, how, answer in zip(prompts, params, answers, strict=True):
+            if how.seed != 0:  # the warm-up's
+                asked.append((method, tuple(prompt), how, answer))
+        return answers
 
-    monkeypatch.setattr(MethodRunner, "run", spy)
+    monkeypatch.setattr(MethodRunner, "run_batch", spy)
     sets = read_sets(write_sets(tmp_path / "sets"))
     grid = Grid(branching=(3,), depth=(2,), tree_size=(4,))
     decoder, settings = tiny_decoder(), some_settings()
@@ -181,7 +182,7 @@ def test_conversations_go_on_with_the_plain_text_for_every_method(
 
 
 def some_settings(**changes: Any) -> RunSettings:
-    return replace(RunSettings("t", "d", "float32", "cpu", 1, "m", 5, 2, "timed"), **changes)
+    return replace(RunSettings("t", "d", "float32", "cpu", 1, "m", 5, 2, "timed", 1), **changes)
 
 
 def test_a_killed_run_goes_on_to_the_same_rows(undisturbed: Path, tmp_path: Path, tiny: None) -> None:
@@ -334,12 +335,12 @@ def test_without_texts_the_expected_tau_is_the_same(undisturbed: Path, tmp_path:
     """Nothing is timed; calibrated weights come from a file and take part like any other method."""
     save_weights(prior_weights(), tmp_path / "weights.json", {})
     sets = [undisturbed / "sets" / "chats", undisturbed / "sets" / "single"]
-    options = ("--methods", "topk,rheo,calibrated,auto", "--weights", str(tmp_path / "weights.json"), "--no-texts")
+    options = ("--methods", "topk,rheo,calibrated,auto-m", "--weights", str(tmp_path / "weights.json"), "--no-texts")
     result = rheo_bench(tmp_path / "rows.csv", sets, *options)
     assert result.exit_code == 0, result.output
     timed = {row.key: row for row in read_rows(undisturbed / "rows.csv")}
     rows = read_rows(tmp_path / "rows.csv")
-    assert len(rows) == 6 * 10  # topk, rheo and calibrated with m = 0 and 1, auto
+    assert len(rows) == 6 * 10  # topk, rheo and calibrated with m = 0 and 1, auto-m
     for row in rows:
         assert (row.tokens, row.passes, row.seconds, row.texts) == (0, None, 0.0, "none")
         if row.method in ("topk", "rheo"):
@@ -348,6 +349,37 @@ def test_without_texts_the_expected_tau_is_the_same(undisturbed: Path, tmp_path:
             assert row.expected_tau is None or row.expected_tau >= 1
     result = rheo_bench(tmp_path / "none.csv", sets, "--no-texts", "--contexts", "0")
     assert "--no-texts leaves nothing to measure" in result.output
+    options = ("--methods", "auto", "--weights", str(tmp_path / "weights.json"), "--no-texts")
+    assert "auto-m has fixed sizes" in rheo_bench(tmp_path / "none.csv", sets, *options).output
+
+
+def test_a_batch_asks_side_by_side_and_a_torn_one_is_asked_again(undisturbed: Path, tmp_path: Path, tiny: None) -> None:
+    """Texts by fixed methods are those of one after the other; what is missing of a batch is measured anew."""
+    save_weights(prior_weights(), tmp_path / "weights.json", {})
+    sets = [undisturbed / "sets" / "chats", undisturbed / "sets" / "single"]
+    options = ("--methods", "plain,rheo,auto", "--weights", str(tmp_path / "weights.json"), "--lead-tokens", "1")
+    rows = {}
+    for size in (1, 3):
+        out = tmp_path / f"rows{size}.csv"
+        result = rheo_bench(out, sets, *options, "--batch-size", str(size))
+        assert result.exit_code == 0, result.output
+        rows[size] = {row.key: row for row in read_rows(out)}
+    assert rows[1].keys() == rows[3].keys()
+    for key, row in rows[3].items():
+        assert (row.batch_size, rows[1][key].batch_size) == (3, 1)
+        assert row.tokens > 0
+        assert row.seconds > 0
+        if row.method == "auto":
+            assert (row.tree_size, row.expected_tau) == (None, None)
+        else:
+            assert row.text_crc == rows[1][key].text_crc
+    lines = (tmp_path / "rows3.csv").read_text().splitlines(keepends=True)
+    (tmp_path / "torn.csv").write_text("".join(lines[:-2]))
+    result = rheo_bench(tmp_path / "torn.csv", sets, *options, "--batch-size", "3")
+    assert result.exit_code == 0, result.output
+    assert {row.key for row in read_rows(tmp_path / "torn.csv")} == rows[3].keys()
+    result = rheo_bench(tmp_path / "no.csv", sets, "--methods", "generate", "--batch-size", "2")
+    assert "generate takes one request at a time" in result.output
 
 
 def test_plain_methods_need_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from optimized.growth import grow_trees
+from proofs_tests.brute_force import outcomes
 from proofs_tests.laws import random_case as random_exact_case
 from proofs_tests.laws import sizes
 from proofs_tests.test_differential import BATCH, excused, random_case
@@ -33,7 +34,7 @@ def random_weights(rng: random.Random, exact: bool) -> Weights:
 
 @sizes(300, 6000)
 def test_the_law_is_the_targets_whatever_the_curves(size: int) -> None:
-    """Any curves, m fixed or auto, one or two probes, with and without a threshold, both rules: equal Fractions."""
+    """Any curves, m fixed or auto, one or two probes, with and without thresholds, both rules: equal Fractions."""
     rng = random.Random(7)
     autos = short = 0
     for _ in range(size):
@@ -47,13 +48,14 @@ def test_the_law_is_the_targets_whatever_the_curves(size: int) -> None:
             weights=random_weights(rng, exact=True),
             probes=rng.choice((1, 1, 2)),
             score_threshold=rng.choice((0, 0, Fraction(1, 10), Fraction(1, 3))),
+            level_threshold=rng.choice((0, Fraction(1, 20), Fraction(1, 3))),
             verification=rng.choice(("rheo", "rrsw")),
         )
         law = exact.output_law(config, case.draft(), case.target, 2)
         expected = exact.target_law(case.target, 2)
         assert exact.total_variation(law, expected) == 0, config
         autos += config.lead_tokens == "auto"
-        short += config.score_threshold > 0
+        short += config.may_stop
     assert autos > size / 4
     assert short > size / 4
 
@@ -73,6 +75,7 @@ def test_batched_trees_equal_the_reference(size: int) -> None:
             lead_tokens=rng.choice(("auto", case.config.lead_tokens)),
             probes=rng.choice((1, case.config.probes)),
             score_threshold=rng.choice((0, 0.03, 0.2)),
+            level_threshold=rng.choice((0, 0.1, 0.3)),
         )
         trees = grow_trees(
             case.config,
@@ -93,6 +96,30 @@ def test_batched_trees_equal_the_reference(size: int) -> None:
             np.testing.assert_allclose(np.array(expected.scores, dtype=float), actual.scores, rtol=1e-12)
     assert inside <= 2
     assert nodes > size * BATCH
+
+
+def test_the_enumeration_finds_the_trees_of_the_specification() -> None:
+    """Level by level for every probe of every node, or best first by classes: the same trees, equally likely."""
+    rng = random.Random(3)
+    trees = 0
+    for _ in range(60):
+        case = random_exact_case(rng, 3)
+        config = RheoConfig(
+            lead_tokens=rng.choice(("auto", 0, 1)),
+            branching=2,
+            depth=3,
+            tree_size=rng.randrange(2, 8),
+            weights=random_weights(rng, exact=True),
+            score_threshold=rng.choice((0, Fraction(1, 20))),
+            level_threshold=rng.choice((Fraction(1, 20), Fraction(1, 5), Fraction(1, 2))),
+        )
+        grown: dict[object, Fraction] = {}
+        for outcome in outcomes(config, case.draft()):
+            grown[outcome.tree.key] = grown.get(outcome.tree.key, Fraction(0)) + outcome.probability
+        classes = {tree.key: probability for tree, probability in exact.tree_classes(config, case.draft())}
+        assert classes == grown, config
+        trees += len(classes)
+    assert trees > 150
 
 
 def test_a_curve_is_linear_between_its_knots_and_to_zero() -> None:
@@ -146,3 +173,9 @@ def test_auto_needs_weights_and_a_threshold_is_a_chance() -> None:
         RheoConfig(lead_tokens="auto")
     with pytest.raises(ValueError, match=r"score_threshold must lie in \[0, 1\], got 2"):
         RheoConfig(score_threshold=2)
+    with pytest.raises(ValueError, match=r"level_threshold must lie in \[0, 1\], got -1"):
+        RheoConfig(level_threshold=-1)
+    with pytest.raises(ValueError, match='tree_size="auto" goes by what nodes promise'):
+        RheoConfig(tree_size="auto")
+    with pytest.raises(ValueError, match="takes neither weights nor thresholds"):
+        replace(RheoConfig.static([(0,)]), level_threshold=0.1)

@@ -141,9 +141,9 @@ def total_order(node: Node) -> tuple[Any, ...]:
     return (-node.score, node.level, node.offer.rank, node.slot)
 
 
-def best(ranking: Sequence[Node], tree_size: int) -> Sequence[Node]:
-    """The budget: the best ``tree_size`` nodes."""
-    return ranking[:tree_size]
+def best(ranking: Sequence[Node], most: int) -> Sequence[Node]:
+    """The budget, of all nodes, or the beam, of a level's."""
+    return ranking[:most]
 
 
 def same_law(stand: Stand) -> Law:
@@ -238,6 +238,7 @@ class Variant:
     slots: Callable[[Offer], list[Slot]] = leads_probe_fills
     order: Callable[[Node], tuple[Any, ...]] = total_order
     keep: Callable[[Sequence[Node], int], Sequence[Node]] = best
+    expand: Callable[[Sequence[Node], int], Sequence[Node]] = best
     target_row: Callable[[Path], Path] = target_of_the_node
     step: Callable[[Variant, Stand], Step] = probe_then_draw
     before_probe: Callable[[Stand], Sequence[Node]] = none_first
@@ -282,8 +283,8 @@ def grown_trees(variant: Variant, config: RheoConfig, case: Case) -> Iterator[tu
                     Node(slot.token, (*path, slot.token), node, level, place, slot.probe, score * slot.weight, offer)
                     for place, slot in enumerate(variant.slots(offer))
                 ]
-            best_here = sorted(here, key=variant.order)[: config.beam_width]
-            yield from grow(level + 1, list(best_here), offered + here, weight)
+            beam_below = variant.expand(sorted(here, key=variant.order), config.beam_width)
+            yield from grow(level + 1, list(beam_below), offered + here, weight)
 
     yield from grow(1, [None], [], ONE)
 

@@ -65,6 +65,14 @@ def better_ranked_mate(offer: Offer, slot: Slot, place: int) -> Fraction:
     return slot.weight / 2 if before and before[0] and before[0].probe == 0 and before[0].token % 2 else slot.weight
 
 
+def learned_within_the_step(offer: Offer, slot: Slot, place: int) -> Fraction:
+    """Halved below the first level when the root's probe is odd."""
+    top = offer.parent
+    while top is not None and top.parent is not None:
+        top = top.parent
+    return slot.weight / 2 if top and top.offer.probes and top.offer.probes[0] % 2 else slot.weight
+
+
 def above_one(offer: Offer, slot: Slot, place: int) -> Fraction:
     """Three times as much below the first level: deep nodes are worth more."""
     return slot.weight * 3 if offer.parent else slot.weight
@@ -204,6 +212,18 @@ def with_ancestors(ranking: Sequence[Node], tree_size: int) -> Sequence[Node]:
         if len(kept) + len(new) <= tree_size:
             kept += new
     return kept
+
+
+def below_a_likely_best(ranking: Sequence[Node], width: int) -> Sequence[Node]:
+    return ranking[:width] if ranking and ranking[0].score >= Fraction(1, 2) else ()
+
+
+def below_a_likely_level(ranking: Sequence[Node], width: int) -> Sequence[Node]:
+    return ranking[:width] if sum(node.score for node in ranking) >= Fraction(17, 20) else ()
+
+
+def likely_ones(ranking: Sequence[Node], width: int) -> Sequence[Node]:
+    return [node for node in ranking[:width] if node.score >= Fraction(1, 6)]
 
 
 def score_threshold(ranking: Sequence[Node], tree_size: int) -> Sequence[Node]:

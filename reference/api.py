@@ -19,6 +19,7 @@ from reference.weights import Weights
 Proposal = Literal["rheo", "topk", "static"]
 Verification = Literal["rheo", "rrsw"]
 
+MOST_NODES = 60  # of a tree whose size is "auto"
 GREEDY_TEMPERATURE = 1e-5  # below it a request is greedy: in growth, in verification, everywhere
 
 
@@ -36,7 +37,8 @@ class RheoConfig:
             "auto" takes at every node the m that promises most by ``weights`` (``reference.weights.lead_count``).
         branching: K, the slots of a node.
         depth: how many levels are drafted.
-        tree_size: R, the budget: draft nodes kept after global pruning, root not counted.
+        tree_size: R, the budget: draft nodes kept after global pruning, root not counted. "auto" lets a decoder keep
+            what pays on its machine, by thresholds that it sets before every step, and at most ``MOST_NODES``.
         beam: how many nodes of a level are expanded; None means ``branching``.
         draft_support: S, how many of the largest draft logits make a law.
         proposal: "rheo" offers probes, "topk" never does (EAGLE-2/3), "static" grows one fixed topology whose children
@@ -48,6 +50,8 @@ class RheoConfig:
         weights: calibrated weights for path scores; None for the paper's, q and the proxy.
         score_threshold: in [0, 1]; a node with a smaller path score is not offered, so the tree may stay below
             ``tree_size``.
+        level_threshold: in [0, 1]; below a level whose best node has a smaller path score no other is drafted, so the
+            tree may stay below ``depth``.
 
     Raises:
         ValueError: an attribute is out of its range, or the topology is none or contradicts another attribute.
@@ -56,7 +60,7 @@ class RheoConfig:
     lead_tokens: int | Literal["auto"] = 1
     branching: int = 10
     depth: int = 8
-    tree_size: int = 60
+    tree_size: int | Literal["auto"] = 60
     beam: int | None = None
     draft_support: int = 128
     proposal: Proposal = "rheo"
@@ -65,11 +69,14 @@ class RheoConfig:
     topology: Topology | None = None
     weights: Weights | None = None
     score_threshold: Number = 0
+    level_threshold: Number = 0
 
     def __post_init__(self) -> None:
-        counts = {"branching": 1, "depth": 1, "tree_size": 1, "draft_support": 1, "probes": 1}
+        counts = {"branching": 1, "depth": 1, "draft_support": 1, "probes": 1}
         if self.lead_tokens != "auto":
             counts["lead_tokens"] = 0
+        if self.tree_size != "auto":
+            counts["tree_size"] = 1
         for name, least in counts.items():
             _check_count(name, getattr(self, name), least)
             object.__setattr__(self, name, int(getattr(self, name)))  # NumPy's integers are welcome
@@ -83,12 +90,16 @@ class RheoConfig:
         for name, allowed in (("proposal", get_args(Proposal)), ("verification", get_args(Verification))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
-        if self.lead_tokens == "auto" and self.weights is None:
-            raise ValueError('lead_tokens="auto" compares what slots promise, so it needs weights')
-        if not 0 <= self.score_threshold <= 1:
-            raise ValueError(f"score_threshold must lie in [0, 1], got {self.score_threshold}")
-        if self.proposal == "static" and (self.weights is not None or self.score_threshold != 0):
-            raise ValueError("a static tree keeps its whole topology; it takes neither weights nor a score_threshold")
+        for name in ("lead_tokens", "tree_size"):
+            if getattr(self, name) == "auto" and self.weights is None:
+                raise ValueError(
+                    f'{name}="auto" goes by what nodes promise, so it needs weights; prior_weights() will do'
+                )
+        for name in ("score_threshold", "level_threshold"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        if self.proposal == "static" and (self.weights is not None or self.may_stop):
+            raise ValueError("a static tree keeps its whole topology; it takes neither weights nor thresholds")
         self._check_topology()
 
     def _check_topology(self) -> None:
@@ -136,6 +147,16 @@ class RheoConfig:
     def beam_width(self) -> int:
         """How many nodes of a level are expanded, at most."""
         return self.branching if self.beam is None else self.beam
+
+    @property
+    def budget(self) -> int:
+        """How many draft nodes a tree has, at most."""
+        return MOST_NODES if self.tree_size == "auto" else self.tree_size
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether a threshold may end a tree's growth before its budget and depth do."""
+        return self.score_threshold > 0 or self.level_threshold > 0
 
     @property
     def fewest_leads(self) -> int:

@@ -103,13 +103,13 @@ class _BestFirst:
     def start(self) -> PrefixTree:
         weight = self.plan(None).weights[0]
         one = weight / weight  # in the arithmetic of the draft's laws
-        return PrefixTree((), tuple(self._offer(None, 0)), one, {})
+        return PrefixTree((), tuple(sorted(self._offer(None, 0))), one, {})
 
     def extend(self, prefix: PrefixTree) -> Iterator[PrefixTree]:
         """One T_{r+1} for each token that the next place may hold."""
         rest = list(prefix.waiting)
         place = heapq.heappop(rest)
-        full = len(prefix.nodes) + 1 == self.config.tree_size
+        full = len(prefix.nodes) + 1 == self.config.budget
         for token_id, probability in self._reveal(place):
             is_probe = place.token_id is None
             node = OfferedNode(
@@ -141,8 +141,11 @@ class _BestFirst:
         """The node's rank in the beam of its level; None when it is not expanded."""
         if self.config.topology is not None:
             return self._inner.get(node.slot_path)
-        rank = sum(other.level == node.level for other in prefix.nodes)
-        return rank if rank < self.config.beam_width and node.level < self.config.depth else None
+        better = [other for other in prefix.nodes if other.level == node.level]
+        best = better[0] if better else node
+        pays = best.score >= self.config.level_threshold
+        rank = len(better)
+        return rank if pays and rank < self.config.beam_width and node.level < self.config.depth else None
 
     def _reveal(self, place: Place) -> list[tuple[int, Number]]:
         if place.token_id is not None:
@@ -187,7 +190,7 @@ class _BestFirst:
 
 
 def prefix_trees(config: RheoConfig, draft: Draft) -> Iterator[PrefixTree]:
-    """Every T_r that can occur, r = 0 .. ``tree_size``, depth first: a prefix comes before those that extend it.
+    """Every T_r that can occur, r = 0 .. ``budget``, depth first: a prefix comes before those that extend it.
 
     Args:
         config: the tree's shape.

@@ -113,11 +113,15 @@ def grow_with_probes(
             beam = {rank: there[inner] for rank, inner in enumerate(shape.inner[level]) if inner in there}
         else:
             ranking = sorted(offered_here, key=order_key)
+            if config.level_threshold > 0:
+                _record_threshold(ranking[:1], config.level_threshold, f"best of level {level}", margins)
+            if not ranking or ranking[0].score < config.level_threshold:
+                break
             beam = dict(enumerate(ranking[: config.beam_width]))
             _record_order(ranking, range(1, config.beam_width + 1), f"beam of level {level}", margins)
     ranking = sorted(offered, key=order_key)
-    _record_order(ranking, range(config.tree_size, config.tree_size + 1), "budget", margins)
-    return build_tree(ranking[: config.tree_size], probe_laws)
+    _record_order(ranking, range(config.budget, config.budget + 1), "budget", margins)
+    return build_tree(ranking[: config.budget], probe_laws)
 
 
 def build_tree(kept: list[OfferedNode], probe_laws: dict[tuple[int, ...], ProbeLaw]) -> DraftTree:

@@ -140,7 +140,7 @@ class CommonContexts:
             The trees, and the draft's logits at the roots, [contexts, draft vocab].
         """
         count, device = len(self.positions), self.target.device
-        size = (config.depth, config.beam_width, config.tree_size + 1)
+        size = (config.depth, config.beam_width, config.budget + 1)
         noise = StepRandomness([seed] * count, *size, device, config.probes).at(self._roots)
         root_logits = self.draft_logits(drafter)
         trees = grow_trees(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 COLORS = {
     "plain": "#9a9a9a", "generate": "#444444", "topk": "#1f6f8b", "rheo": "#d9622b", "rrsw": "#8a5a9e",
-    "calibrated": "#a3242f", "auto": "#e3a008", "chain": "#b8a13a", "static": "#6b8f71",
+    "calibrated": "#a3242f", "auto-m": "#e3a008", "auto": "#5b4b9a", "chain": "#b8a13a", "static": "#6b8f71",
 }  # fmt: skip
 PHASE_COLORS = {"target": "#1f6f8b", "draft": "#6b8f71", "sampling": "#d9622b", "other": "#c9c9c9"}
 SWEPT = {

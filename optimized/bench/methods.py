@@ -24,7 +24,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "rheo": ("lead_tokens", "probes", *_SHAPE),
     "rrsw": ("lead_tokens", "probes", *_SHAPE),  # the same trees, siblings verified in their order in the tree
     "calibrated": ("lead_tokens", "probes", *_SHAPE, "weights"),  # rheo, path scores by calibrated weights
-    "auto": ("probes", *_SHAPE, "weights"),  # and m by what they promise, node by node
+    "auto-m": ("probes", *_SHAPE, "weights"),  # and m by what they promise, node by node
+    "auto": ("probes", "branching", "depth", "draft_support", "weights"),  # and the size by what pays here
     "chain": ("depth", "draft_support"),  # Leviathan et al., Chen et al.: `depth` sampled tokens in a row
     "static": ("draft_support", "topology"),  # a fixed topology, children sampled without replacement
 }
@@ -84,9 +85,9 @@ class Method:
                 return RheoConfig(**shape)
             case "rrsw":
                 return RheoConfig(verification="rrsw", **shape)
-            case "calibrated" | "auto":
+            case "calibrated" | "auto-m" | "auto":
                 weights = _weights(shape.pop("weights"))
-                return RheoConfig(**{"lead_tokens": "auto", **shape}, weights=weights)
+                return RheoConfig(**{"lead_tokens": "auto", "tree_size": "auto", **shape}, weights=weights)
             case "chain":
                 return RheoConfig(lead_tokens=0, branching=1, beam=1, tree_size=shape["depth"], **shape)
             case "static":
@@ -102,7 +103,7 @@ class Grid:
     probes: tuple[int, ...] = (RheoConfig.probes,)
     branching: tuple[int, ...] = (RheoConfig.branching,)
     depth: tuple[int, ...] = (RheoConfig.depth,)
-    tree_size: tuple[int, ...] = (RheoConfig.tree_size,)
+    tree_size: tuple[int, ...] = (60,)
     draft_support: tuple[int, ...] = (RheoConfig.draft_support,)
     topology: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()

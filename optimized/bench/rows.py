@@ -28,6 +28,7 @@ class RunSettings:
         max_new_tokens: at most so many per turn.
         contexts: on how many positions of a text the expected acceptance length is taken.
         texts: "timed", or "none" when the methods wrote none and only their expected acceptance length was taken.
+        batch_size: how many questions of a set were asked side by side.
     """
 
     target: str
@@ -39,6 +40,7 @@ class RunSettings:
     max_new_tokens: int
     contexts: int
     texts: str
+    batch_size: int
 
 
 @dataclass(frozen=True)
@@ -63,16 +65,16 @@ class Row:
         offered_per_level, accepted_per_level: as in ``Metrics``.
         probes_offered, probes_accepted: as in ``Metrics``.
         coverage: mass of the draft's full law on its support, averaged over the contexts; None without a draft.
-        seconds: of the whole request, the prompt's pass included.
+        seconds: from the batch's begin to the request's own end, the prompt's pass included.
         tokens_per_second: tokens / seconds.
         prompt_seconds: until the first token was there.
-        target_seconds, draft_seconds, sampling_seconds, other_seconds: where ``seconds`` went; the prompt's pass is in
-            the first; None for ``generate``.
+        target_seconds, draft_seconds, sampling_seconds, other_seconds: where ``seconds`` went, for the whole batch; the
+            prompt's pass is in the first; None for ``generate``.
         finish_reason: "eos", "stop" or "length".
         text_crc: CRC-32 of the generated token ids, to tell texts apart.
         place: when it ran among the methods of its turn, from 0.
         backend: that did its sampling side; "" for ``generate``.
-        target ... texts: see ``RunSettings``.
+        target ... batch_size: see ``RunSettings``.
         questions: digest of the set's file.
         version, commit: of this software; commit is "" outside a checkout.
     """
@@ -124,6 +126,7 @@ class Row:
     max_new_tokens: int
     contexts: int
     texts: str
+    batch_size: int
     questions: str
     version: str
     commit: str

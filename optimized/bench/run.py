@@ -33,6 +33,7 @@ class Plan:
         seeds: of the run.
         max_new_tokens: per turn.
         contexts: positions of a text for the expected acceptance length; 0 leaves it out.
+        batch_size: how many questions of a set are asked side by side.
     """
 
     sets: tuple[QuestionSet, ...]
@@ -41,26 +42,28 @@ class Plan:
     seeds: tuple[int, ...]
     max_new_tokens: int
     contexts: int
+    batch_size: int = 1
 
-    def conversations(self) -> Iterator[tuple[int, Question, float, int]]:
-        """(turns before it, question, temperature, seed): every set's first question before any second one, so that a
-        run that is stopped has measured all sets about equally far.
+    def conversations(self) -> Iterator[tuple[int, tuple[Question, ...], float, int]]:
+        """(turns before them, questions, temperature, seed): every set's first questions before any later ones, so that
+        a run that is stopped has measured all sets about equally far.
         """
         before = 0
         longest = max(len(one.questions) for one in self.sets)
         for seed in self.seeds:
-            for place in range(longest):
+            for place in range(0, longest, self.batch_size):
                 for one in self.sets:
-                    if place < len(one.questions):
+                    if group := one.questions[place : place + self.batch_size]:
                         for temperature in self.temperatures:
-                            yield before, one.questions[place], temperature, seed
-                            before += len(one.questions[place].turns)
+                            yield before, group, temperature, seed
+                            before += _turns(group)
 
     def keys(self) -> list[Key]:
         """All keys that a finished file has."""
         return [
             key_of(question.set_name, question.question_id, turn, method, temperature, seed)
-            for _, question, temperature, seed in self.conversations()
+            for _, group, temperature, seed in self.conversations()
+            for question in group
             for turn in range(1, len(question.turns) + 1)
             for method in self.methods
         ]
@@ -86,7 +89,7 @@ class Bench:
         if not getattr(decoder.tokenizer, "chat_template", None):
             raise ValueError("questions are conversations; the target's tokenizer has no chat template")
         self.decoder, self.plan, self.settings, self.provenance = decoder, plan, settings, provenance
-        self.runner = MethodRunner(decoder)
+        self.runner = MethodRunner(decoder, plan.batch_size)
         self.timed = settings.texts == "timed"
 
     def run(self, store: RowStore, progress: Progress = lambda what: None) -> int:
@@ -98,62 +101,89 @@ class Bench:
         written, warm = 0, False
         digests = {one.name: one.digest for one in self.plan.sets}
         with collector_off():
-            for before, question, temperature, seed in self.plan.conversations():
-                if self.timed and not warm and self._missing(question, 1, temperature, seed, store.done):
-                    self.warm_up(question, temperature)
+            for before, group, temperature, seed in self.plan.conversations():
+                if self.timed and not warm and self._missing(group, 1, temperature, seed, store.done):
+                    self.warm_up(group, temperature)
                     warm = True
                 try:
-                    for row in self.conversation(before, question, temperature, seed, store.done, progress):
-                        store.append(replace(row, questions=digests[question.set_name]))
+                    for row in self.conversation(before, group, temperature, seed, store.done, progress):
+                        store.append(replace(row, questions=digests[row.set_name]))
                         written += 1
                 except ValueError as error:
-                    raise ValueError(f"set {question.set_name}, question {question.question_id}: {error}") from error
+                    asked = ", ".join(question.question_id for question in group)
+                    raise ValueError(f"set {group[0].set_name}, question {asked}: {error}") from error
         return written
 
-    def warm_up(self, question: Question, temperature: float) -> None:
+    def warm_up(self, group: Sequence[Question], temperature: float) -> None:
         """Every method once, for nothing."""
-        prompt = self.decoder.chat_prompt([{"role": "user", "content": question.turns[0]}])
+        prompts = [self.decoder.chat_prompt([_said("user", question.turns[0])]) for question in group]
         params = SamplingParams(temperature=temperature, seed=0, max_new_tokens=WARM_UP_TOKENS)
         for method in self.plan.methods:
-            self.runner.run(method, prompt, params)
+            self.runner.run_batch(method, prompts, [params] * len(group))
 
     def conversation(
-        self, before: int, question: Question, temperature: float, seed: int, done: set[Key], progress: Progress
+        self,
+        before: int,
+        group: Sequence[Question],
+        temperature: float,
+        seed: int,
+        done: set[Key],
+        progress: Progress,
     ) -> Iterator[Row]:
-        """The missing rows of one conversation, turn by turn; ``before`` turns the methods' order has been rotated."""
-        messages: list[dict[str, str]] = []
-        for turn, message in enumerate(question.turns, 1):
-            if not self._missing(question, turn, temperature, seed, done):
+        """The missing rows of some conversations side by side, turn by turn; ``before`` turns the methods' order has
+        been rotated.
+        """
+        messages: dict[Question, list[dict[str, str]]] = {question: [] for question in group}
+        for turn in range(1, _turns(group) + 1):
+            if not self._missing(group, turn, temperature, seed, done):
                 return
-            messages.append({"role": "user", "content": message})
-            prompt = self.decoder.chat_prompt(messages)
-            asked = derived_seed(seed, question.set_name, question.question_id, turn)
-            params = SamplingParams(temperature=temperature, seed=asked, max_new_tokens=self.plan.max_new_tokens)
+            asked = [question for question in group if turn <= len(question.turns)]
+            prompts, params = [], []
+            for question in asked:
+                messages[question].append(_said("user", question.turns[turn - 1]))
+                prompts.append(self.decoder.chat_prompt(messages[question]))
+                own = derived_seed(seed, question.set_name, question.question_id, turn)
+                params.append(
+                    SamplingParams(temperature=temperature, seed=own, max_new_tokens=self.plan.max_new_tokens)
+                )
 
-            answers: dict[Method, Answer] = {}
+            answers: dict[Method, list[Answer]] = {}
             places: dict[Method, int] = {}
+            todo: set[Key] = set()
             for place, method in enumerate(rotated(self.plan.methods, before + turn - 1)):
-                if key_of(question.set_name, question.question_id, turn, method, temperature, seed) not in done:
+                keys = {key_of(q.set_name, q.question_id, turn, method, temperature, seed): q for q in asked}
+                missing = {key: question for key, question in keys.items() if key not in done}
+                if missing:
                     gc.collect()  # between the measurements, as it is turned off while they run
-                    answers[method] = self.runner.run(method, prompt, params) if self.timed else NOTHING
+                    answers[method] = (
+                        self.runner.run_batch(method, prompts, params) if self.timed else [NOTHING] * len(asked)
+                    )
                     places[method] = place
-                    progress(f"{question.set_name} {question.question_id}, {method.label()}")
-            # The common text: what the contexts lie on, and what the conversation goes on with.
-            if not self.plan.contexts and turn == len(question.turns):
-                plain = NOTHING  # nobody needs one
-            else:
-                written = answers.get(Method(PLAIN)) if self.timed else None
-                plain = written or self.runner.run(Method(PLAIN), prompt, params)
-            values = self._at_contexts(list(answers), prompt, plain, temperature, asked)
-            for method, answer in answers.items():
-                where = (question, turn, method, temperature, seed)
-                yield self._row(*where, len(prompt), answer, values[method], places[method])
-            messages.append({"role": "assistant", "content": plain.text})
+                    todo |= missing.keys()
+                    for question in missing.values():
+                        progress(f"{question.set_name} {question.question_id}, {method.label()}")
+            for index, question in enumerate(asked):
+                # The common text: what the contexts lie on, and what the conversation goes on with.
+                if not self.plan.contexts and turn == len(question.turns):
+                    plain = NOTHING  # nobody needs one
+                else:
+                    written = answers.get(Method(PLAIN)) if self.timed else None
+                    plain = written[index] if written else self.runner.run(Method(PLAIN), prompts[index], params[index])
+                seed_here = params[index].resolved_seed()
+                values = self._at_contexts(list(answers), prompts[index], plain, temperature, seed_here)
+                for method, given in answers.items():
+                    where = (question, turn, method, temperature, seed)
+                    if key_of(question.set_name, question.question_id, turn, method, temperature, seed) in todo:
+                        yield self._row(*where, len(prompts[index]), given[index], values[method], places[method])
+                messages[question].append(_said("assistant", plain.text))
 
-    def _missing(self, question: Question, first_turn: int, temperature: float, seed: int, done: set[Key]) -> bool:
+    def _missing(
+        self, group: Sequence[Question], first_turn: int, temperature: float, seed: int, done: set[Key]
+    ) -> bool:
         """Whether a row of this or of a later turn is still to do."""
         return any(
             key_of(question.set_name, question.question_id, turn, method, temperature, seed) not in done
+            for question in group
             for turn in range(first_turn, len(question.turns) + 1)
             for method in self.plan.methods
         )
@@ -169,6 +199,9 @@ class Bench:
             config = method.config()
             if config is None or not positions:
                 values[method] = ContextValues((1.0,) * len(positions), ())
+                continue
+            if config.tree_size == "auto":  # what it keeps goes by a clock, and there is none here
+                values[method] = ContextValues((), ())
                 continue
             assert drafter is not None  # `rheo bench` loads one where a method drafts
             if contexts is None:
@@ -242,3 +275,12 @@ def rotated(methods: Sequence[Method], by: int) -> list[Method]:
 def needs_draft(methods: Sequence[Method]) -> bool:
     """Whether any of the methods drafts."""
     return any(method.name not in (PLAIN, GENERATE) for method in methods)
+
+
+def _turns(group: Sequence[Question]) -> int:
+    """Of the longest conversation."""
+    return max(len(question.turns) for question in group)
+
+
+def _said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}

@@ -40,14 +40,15 @@ class Answer:
 
 
 class MethodRunner:
-    """Runs requests, one at a time, by any method on the same two models.
+    """Runs requests by any method on the same two models.
 
     Args:
         decoder: holds target, drafter and tokenizer.
+        batch_size: how many requests run side by side, at most.
     """
 
-    def __init__(self, decoder: RheoDecoder) -> None:
-        self.decoder = decoder
+    def __init__(self, decoder: RheoDecoder, batch_size: int = 1) -> None:
+        self.decoder, self.batch_size = decoder, batch_size
         self._decoders: dict[Method, RheoDecoder] = {}
 
     def run(self, method: Method, prompt: Sequence[int], params: SamplingParams) -> Answer:
@@ -58,18 +59,32 @@ class MethodRunner:
             prompt: token ids.
             params: with a seed; ``generate`` takes temperature, seed and length from it.
         """
+        return self.run_batch(method, [prompt], [params])[0]
+
+    def run_batch(
+        self, method: Method, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    ) -> list[Answer]:
+        """Several requests side by side; the seconds of each are until its own end.
+
+        Raises:
+            ValueError: several requests by ``generate``, which knows no ragged batches.
+        """
         if method.name == GENERATE:
-            return hf_generate(self.decoder, prompt, params)
+            if len(prompts) > 1:
+                raise ValueError("generate takes one request at a time; plain is the same without a draft")
+            return [hf_generate(self.decoder, prompts[0], params[0])]
         decoder = self._decoder(method)
         _wait(self.decoder.target.device)
         start = time.perf_counter()
-        first, result = 0.0, None
-        for event in decoder.stream([list(prompt)], params):
-            first = first or time.perf_counter() - start
-            result = event.result
-        seconds = time.perf_counter() - start
-        assert result is not None  # the last event carries it, or stream raises
-        return Answer(result.token_ids, result.text, result.finish_reason, seconds, first, result.metrics)
+        first: dict[int, float] = {}
+        answers: dict[int, Answer] = {}
+        for event in decoder.stream([list(prompt) for prompt in prompts], params):
+            seconds = time.perf_counter() - start
+            began = first.setdefault(event.index, seconds)
+            if (result := event.result) is not None:
+                how = (result.token_ids, result.text, result.finish_reason)
+                answers[event.index] = Answer(*how, seconds, began, result.metrics)
+        return [answers[index] for index in range(len(prompts))]
 
     def backend_of(self, method: Method) -> str:
         """What does a method's sampling side; "" for ``generate``, which has none of ours."""
@@ -85,7 +100,7 @@ class MethodRunner:
                 drafter,
                 self.decoder.tokenizer,
                 method.config(),
-                max_batch_size=1,
+                max_batch_size=self.batch_size,
                 backend=self.decoder.backend_name,
             )
         return self._decoders[method]

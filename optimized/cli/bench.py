@@ -45,7 +45,8 @@ def bench(
     methods: Annotated[
         str,
         typer.Option(
-            help="Of plain, generate, topk, rheo, rrsw, calibrated, auto, chain, static.", rich_help_panel=TREE
+            help="Of plain, generate, topk, rheo, rrsw, calibrated, auto-m, auto, chain, static.",
+            rich_help_panel=TREE,
         ),
     ] = METHODS,
     temperatures: Annotated[str, typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)] = "1",
@@ -69,7 +70,8 @@ def bench(
     weights: Annotated[
         list[Path] | None,
         typer.Option(
-            help="JSON file of rheo calibrate, of calibrated and auto; repeat for several.", rich_help_panel=TREE
+            help="File of rheo calibrate, of calibrated, auto-m and auto; repeat for several.",
+            rich_help_panel=TREE,
         ),
     ] = None,
     topology: Annotated[
@@ -86,6 +88,10 @@ def bench(
     no_texts: Annotated[
         bool, typer.Option("--no-texts", help="Only the expected tau; nothing is timed.", rich_help_panel=OUTPUT)
     ] = False,
+    batch_size: Annotated[
+        int,
+        typer.Option(help="Questions of a set side by side; not for generate.", min=1, rich_help_panel=SAMPLING),
+    ] = 1,
     threads: Threads = None,
 ) -> None:
     """Measure methods on sets of questions: acceptance length, sampled and expected, and time.
@@ -112,7 +118,11 @@ def bench(
     warmth = numbers("--temperatures", temperatures)
     if no_texts and not contexts:
         raise ValueError("--no-texts leaves nothing to measure without --contexts")
-    methods_of(names, grid)  # refuses before the models are loaded
+    found = methods_of(names, grid)  # refuses before the models are loaded
+    if batch_size > 1 and "generate" in names:
+        raise ValueError("--batch-size: generate takes one request at a time; plain is the same without a draft")
+    if no_texts and any(method.name == "auto" for method in found):
+        raise ValueError("auto sizes its trees by what steps take; --no-texts takes none. auto-m has fixed sizes")
     sets = read_sets(questions)
     sets = [replace(one, questions=one.questions[:limit]) for one in sets]
 
@@ -125,10 +135,11 @@ def bench(
         from optimized.bench.store import RowStore
 
         grid = replace(grid, draft_support=resolved(wanted_supports, decoder))
-        found = tuple(methods_of(names, grid))
-        plan = Plan(tuple(sets), found, warmth, tuple(range(seeds)), max_new_tokens, contexts)
+        methods_here = tuple(methods_of(names, grid))
+        plan = Plan(tuple(sets), methods_here, warmth, tuple(range(seeds)), max_new_tokens, contexts, batch_size)
         texts = "none" if no_texts else "timed"
-        settings, provenance = run_settings(decoder, models, max_new_tokens, contexts, texts), Provenance.here()
+        settings = run_settings(decoder, models, max_new_tokens, contexts, texts, batch_size)
+        provenance = Provenance.here()
         measuring = Bench(decoder, plan, settings, provenance)
         with RowStore(output, settings, {one.name: one.digest for one in sets}) as store:
             for commit in sorted(store.commits - {provenance.commit}):
@@ -159,7 +170,12 @@ def load(models: ModelOptions, names: list[str], grid: Grid) -> RheoDecoder:
 
 
 def run_settings(
-    decoder: RheoDecoder, models: ModelOptions, max_new_tokens: int, contexts: int, texts: str = "timed"
+    decoder: RheoDecoder,
+    models: ModelOptions,
+    max_new_tokens: int,
+    contexts: int,
+    texts: str = "timed",
+    batch_size: int = 1,
 ) -> RunSettings:
     """What all rows of this run share."""
     import torch
@@ -177,6 +193,7 @@ def run_settings(
         max_new_tokens=max_new_tokens,
         contexts=contexts,
         texts=texts,
+        batch_size=batch_size,
     )
 
 

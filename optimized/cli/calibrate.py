@@ -12,7 +12,7 @@ from optimized.cli.bench import Limit, Questions, Threads, numbers
 from optimized.cli.console import out, progress_bar
 from optimized.cli.options import OUTPUT, SAMPLING, ModelOptions, TreeOptions
 
-TREE_30 = TreeOptions(tree_size=30)  # fewer nodes show less of what fills are worth
+TREE_30 = TreeOptions(tree_size="30")  # fewer nodes show less of what fills are worth
 
 
 def calibrate(

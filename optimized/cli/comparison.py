@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from optimized.bench.running import hf_generate
 from optimized.decoder import RheoDecoder
 from optimized.sampling_params import SamplingParams
+from reference.api import RheoConfig
 
 BASELINE, TOP_K, RHEO = "model.generate", "top-K tree (EAGLE-3)", "RheoSampling"
 
@@ -45,7 +46,15 @@ Method = Callable[[str, list[int], SamplingParams], Sample]  # prompt, its token
 
 def decoding_methods(decoder: RheoDecoder) -> dict[str, Method]:
     """The three ways, by name; the second has trees of the third's size, as EAGLE-3 grows them."""
-    config = replace(decoder.config, proposal="topk", lead_tokens=1, topology=None, weights=None, score_threshold=0)
+    own = decoder.config
+    config = RheoConfig(
+        branching=own.branching,
+        depth=own.depth,
+        tree_size=own.budget,
+        beam=own.beam,
+        draft_support=own.draft_support,
+        proposal="topk",
+    )
     top_k = RheoDecoder(decoder.target, decoder.drafter, decoder.tokenizer, config, backend=decoder.backend_name)
     return {BASELINE: _plain(decoder), TOP_K: _speculative(TOP_K, top_k), RHEO: _speculative(RHEO, decoder)}
 

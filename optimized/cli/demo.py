@@ -27,7 +27,7 @@ PROMPTS = (
     "Give me three tips for learning a new language.",
 )
 WARM_UP_TOKENS = 8
-CPU_TREE = TreeOptions(branching=4, depth=2, tree_size=5)  # a processor pays for every row of a tree
+CPU_TREE = TreeOptions(branching=4, depth=2, tree_size="5")  # a processor pays for every row of a tree
 
 
 def demo(

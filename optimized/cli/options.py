@@ -86,7 +86,10 @@ class TreeOptions:
     ] = "1"
     branching: Annotated[int, Option(help="Slots of a node.", rich_help_panel=TREE)] = RheoConfig.branching
     depth: Annotated[int, Option(help="Levels drafted.", rich_help_panel=TREE)] = RheoConfig.depth
-    tree_size: Annotated[int, Option(help="Draft nodes kept per step.", rich_help_panel=TREE)] = RheoConfig.tree_size
+    tree_size: Annotated[
+        str,
+        Option(help="Draft nodes kept per step; auto, with --weights: what pays here.", rich_help_panel=TREE),
+    ] = str(RheoConfig.tree_size)
     beam: Annotated[
         int | None,
         Option(help="Nodes expanded per level.", show_default="as --branching", rich_help_panel=TREE),
@@ -118,6 +121,9 @@ class TreeOptions:
     score_threshold: Annotated[float, Option(help="Offer no node with a smaller path score.", rich_help_panel=TREE)] = (
         0.0
     )
+    level_threshold: Annotated[
+        float, Option(help="Draft no level below one whose best node has a smaller path score.", rich_help_panel=TREE)
+    ] = 0.0
 
     def config(self, default_weights: Weights | None = None) -> RheoConfig:
         """The trees' shape; ``default_weights`` where no file of weights is given.
@@ -132,19 +138,22 @@ class TreeOptions:
             from optimized.calibration import load_weights
 
             weights = default_weights if self.weights is None else load_weights(self.weights)
-            return RheoConfig(**{**vars(self), "lead_tokens": self._lead_tokens(), "weights": weights})
-        if self.weights is not None or self.score_threshold:
-            raise ValueError("--weights and --score-threshold do not go with --proposal static, which keeps all nodes")
+            lead_tokens = _number_or_auto("--lead-tokens", self.lead_tokens)
+            tree_size = _number_or_auto("--tree-size", self.tree_size)
+            return RheoConfig(**{**vars(self), "lead_tokens": lead_tokens, "tree_size": tree_size, "weights": weights})
+        if self.weights is not None or self.score_threshold or self.level_threshold:
+            raise ValueError("--weights and thresholds do not go with --proposal static, which keeps all nodes")
         from optimized.static_trees import read_topology
 
         return RheoConfig.static(read_topology(self.topology), self.draft_support, self.verification)
 
-    def _lead_tokens(self) -> int | Literal["auto"]:
-        if self.lead_tokens == "auto":
-            return "auto"
-        if not self.lead_tokens.strip().isdecimal():
-            raise ValueError(f"--lead-tokens {self.lead_tokens}: a number from 0 on is wanted, or auto")
-        return int(self.lead_tokens)
+
+def _number_or_auto(option: str, text: str) -> int | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    if not text.strip().isdecimal():
+        raise ValueError(f"{option} {text}: a whole number is wanted, or auto")
+    return int(text)
 
 
 Target = Annotated[str, Option(help="Folder or Hugging Face name; embedded: the built-in one.", rich_help_panel=MODEL)]

@@ -111,7 +111,7 @@ def sample_blocks(
     """
     batch = len(seeds)
     device = torch.device("cpu")
-    rows = config.tree_size + 1
+    rows = config.budget + 1
     randomness = StepRandomness(list(seeds), config.depth, config.beam_width, rows, probes=config.probes)
     asked = [params[b % len(params)] for b in range(batch)]
     laws_of = SamplingBatch.from_params(asked, [()] * batch, model.vocab_size, device=device)

@@ -1,0 +1,132 @@
+"""What the steps of a decoder cost on this machine, measured by taking some."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+
+import numpy as np
+from scipy.optimize import nnls
+
+from optimized.backends import Backend
+from optimized.calibration import Calibrator
+from optimized.clock import PhaseClock
+from optimized.loop import BatchLoop
+from optimized.models import Drafter, TargetModel
+from optimized.request import Request
+from optimized.sampling_params import SamplingParams
+from optimized.sizing import StepCosts
+from optimized.trees import TreeBatch
+from optimized.verification import VerifyBatch
+from reference.api import RheoConfig
+
+ROUNDS = 5  # of all shapes; the first only warms up
+PROMPT_TOKENS = 64
+MOST_ROWS = 256  # of all requests together: larger passes say nothing new and take long
+SHORTEST = 1e-6  # seconds; what a measurement finds to cost less costs so much
+
+
+class CostTable:
+    """Step costs by the number of requests: measured for one and for the most there were, linear in between.
+
+    Args:
+        measure: the costs of a step of so many requests.
+    """
+
+    def __init__(self, measure: Callable[[int], StepCosts]) -> None:
+        self._measure = measure
+        self._measured: dict[int, StepCosts] = {}
+
+    def cover(self, batch: int) -> None:
+        """Measure what is needed to know the costs of up to so many requests."""
+        for size in sorted({1, batch}):
+            if size > max(self._measured, default=0):
+                self._measured[size] = self._measure(size)
+
+    def __call__(self, batch: int) -> StepCosts:
+        """The costs of a step of so many requests, which are covered."""
+        sizes = sorted(self._measured)
+        costs = [vars(self._measured[size]) for size in sizes]
+        return StepCosts(**{name: float(np.interp(batch, sizes, [one[name] for one in costs])) for name in costs[0]})
+
+
+def measure_costs(
+    target: TargetModel,
+    drafter: Drafter,
+    config: RheoConfig,
+    backend: Backend,
+    batch: int,
+    calibrator: Calibrator | None = None,
+) -> StepCosts:
+    """Decode some steps with trees of given shapes and without a draft, and fit what they took.
+
+    Args:
+        target, drafter: whoever has their caches loses them.
+        config: how trees are grown and verified, but for their size.
+        backend: does the sampling side.
+        batch: how many requests.
+        calibrator: learns in the decoder whose costs these are; it learns nothing here.
+    """
+    stopwatch = _Stopwatch(_shapes(config, batch))
+    limits = [most for most in (target.max_positions, drafter.max_positions) if most is not None]
+    length = min([PROMPT_TOKENS, *(most // 2 for most in limits)])
+    prompt = [7919 * place % target.vocab_size for place in range(1, max(length, 1) + 1)]
+    params = SamplingParams(temperature=1.0, seed=0, max_new_tokens=10**6)
+    learner = None if calibrator is None else Calibrator(calibrator.prior)
+    while not stopwatch.done:
+        requests = [Request(index, prompt, params, None, (), min(limits, default=None)) for index in range(batch)]
+        for request in requests:
+            request.begin()
+        loop = BatchLoop(target, drafter, config, backend, learner, PhaseClock(target.device), stopwatch)
+        for _ in loop.run(requests):
+            if stopwatch.done:
+                break
+        stopwatch.interrupt()
+    return stopwatch.costs()
+
+
+def _shapes(config: RheoConfig, batch: int) -> list[RheoConfig | None]:
+    """No draft; one level with few nodes and with many; more levels; many nodes."""
+    most = max(min(config.budget, MOST_ROWS // batch - 1), 2)
+    few, wide, deep = max(config.branching // 4, 1), config.branching, min(config.depth, 4)
+    sizes = ((few, 1), (wide, 1), (few, deep), (min(most, wide * (1 + (deep - 1) * config.beam_width)), deep))
+    return [None, *(replace(config, tree_size=min(size, most), depth=depth) for size, depth in sizes)]
+
+
+class _Stopwatch:
+    """A ``Sizing`` that goes round some shapes and times the steps."""
+
+    def __init__(self, shapes: list[RheoConfig | None]) -> None:
+        self._shapes = shapes
+        self._seconds: list[list[float]] = [[] for _ in shapes]
+        self._dims = [(0, 0)] * len(shapes)
+        self._turn = 0
+        self._since: float | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._turn >= ROUNDS * len(self._shapes)
+
+    def interrupt(self) -> None:
+        """The time until the next step is not a step's."""
+        self._since = None
+
+    def shape(self, config: RheoConfig, batch: int) -> RheoConfig | None:
+        now = time.perf_counter()
+        if self._since is not None:
+            if self._turn >= len(self._shapes):
+                self._seconds[self._turn % len(self._shapes)].append(now - self._since)
+            self._turn += 1
+        self._since = time.perf_counter()
+        return self._shapes[self._turn % len(self._shapes)]
+
+    def observe(self, trees: TreeBatch, walk: VerifyBatch) -> None:
+        self._dims[self._turn % len(self._shapes)] = (trees.rows - 1, trees.depth - 1)
+
+    def costs(self) -> StepCosts:
+        plain, *drafted = (median(times) for times in self._seconds)
+        dims = np.array([(1, *dims) for dims in self._dims[1:]], dtype=float)
+        base, node, level = nnls(dims / np.array(drafted)[:, None], np.ones(len(drafted)))[0]  # relative errors count
+        return StepCosts(plain, *(max(float(value), SHORTEST) for value in (base, node, level)))
