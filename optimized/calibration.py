@@ -18,6 +18,7 @@ from scipy.optimize import isotonic_regression
 from torch import Tensor
 
 from optimized.files import read_json, write_json
+from optimized.models.embedded import embedded_head_dir
 from optimized.ranges import arange
 from optimized.trees import TreeBatch
 from optimized.verification import VerifyBatch
@@ -177,14 +178,22 @@ def save_weights(weights: Weights, path: Path, provenance: dict[str, str]) -> No
     write_json(path, content)
 
 
-def load_weights(path: Path) -> Weights:
+def weights_file(path: Path | str) -> Path:
+    """Where weights are: the path itself, or for "embedded" the file that comes with the embedded head."""
+    return embedded_head_dir() / "weights.json" if str(path) == "embedded" else Path(path)
+
+
+def load_weights(path: Path | str) -> Weights:
     """Read what ``save_weights`` wrote.
+
+    Args:
+        path: the file; "embedded" for the weights of the embedded pair.
 
     Raises:
         ValueError: no such file, of another format, or with curves that are none; the message names the file.
     """
     try:
-        content = read_json(path)
+        content = read_json(weights_file(path))
         if content["format"] != FORMAT or tuple(content["knots"]) != KNOTS:
             raise ValueError(f"it is of format {content['format']} with {len(content['knots'])} knots")
         bands = [Curves(**{kind: Curve(tuple(band[kind])) for kind in KINDS}) for band in content["bands"]]

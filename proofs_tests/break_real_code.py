@@ -67,8 +67,8 @@ EDITS = [
         "accept_uniform * draft_prob < target_prob",
         "accept_uniform * draft_prob <= target_prob"),)),
     Edit("ranking ties by token id", "optimized/growth.py", ((
-        "rows = size + 1\n    ranking = offered.sort(dim=1, descending=True, stable=True)",
-        "rows = size + 1\n"
+        "size = min(config.budget, count)\n    ranking = offered.sort(dim=1, descending=True, stable=True)",
+        "size = min(config.budget, count)\n"
         "    ranking = (offered - 1e-13 * torch.cat([slots.token_ids.flatten(1) for slots in levels], dim=1))"
         ".sort(dim=1, descending=True, stable=True)"),)),
     Edit("a fill before the probe", "optimized/slots.py", ((

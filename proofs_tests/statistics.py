@@ -35,6 +35,8 @@ FAMILIES = (
     "chi square deep",
     "weights while they are learned",
     "weights while they are learned deep",
+    "sizes while they are learned",
+    "sizes while they are learned deep",
     "chi square triton",
     "chi square triton deep",
     "real model",

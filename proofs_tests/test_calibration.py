@@ -26,7 +26,7 @@ from proofs_tests.statistics import Family
 from proofs_tests.test_cli import tiny_model
 from proofs_tests.tiny_models import byte_tokenizer
 from proofs_tests.toy import ToyDrafter, random_logits
-from proofs_tests.toy_models import PathDrafter, PathTarget
+from proofs_tests.toy_models import PathDrafter, PathTarget, text_counts, text_law
 from reference.api import RheoConfig
 from reference.weights import KNOTS, Curve, Curves, Weights, band_of
 
@@ -154,26 +154,12 @@ def check_texts(family: Family, requests: int, tv: float) -> None:
 
 
 def sample_while_learning(seeds: str, requests: int) -> tuple[np.ndarray, np.ndarray]:
-    vocab = 4
-    target = PathTarget(vocab, random_logits(5, vocab, "normal"))
-    calibrator = Calibrator()
+    target, calibrator = PathTarget(4, random_logits(5, 4, "normal")), Calibrator()
     shape = RheoConfig(lead_tokens="auto", branching=3, depth=2, tree_size=3, weights=prior_weights())
-    learning = RheoDecoder(target, PathDrafter(vocab), None, shape, max_batch_size=500, calibrator=calibrator)  # type: ignore[arg-type]
-    params = [
-        SamplingParams(seed=3 if seeds == "one for all" else 10**9 + i, max_new_tokens=3) for i in range(requests)
-    ]
-    counts = np.zeros(vocab**3, dtype=np.int64)
-    for result in learning.generate([[1]] * requests, params):
-        counts[np.dot(result.token_ids, [vocab**2, vocab, 1])] += 1
-    law = np.ones(1)
-    for length in range(3):
-        rows = []
-        for block in np.ndindex(*(vocab,) * length):
-            logits = target.logits((1, *block)).astype(np.float64)
-            rows.append(np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum())
-        law = (law[:, None] * np.array(rows)).ravel()
+    learning = RheoDecoder(target, PathDrafter(4), None, shape, max_batch_size=500, calibrator=calibrator)  # type: ignore[arg-type]
+    counts = text_counts(learning, requests, seeds == "distinct")
     assert calibrator.points > requests
-    return counts, law
+    return counts, text_law(target)
 
 
 def test_a_step_that_is_repeated_teaches_once() -> None:

@@ -75,8 +75,9 @@ CASES = [
               draws=54_000),
     SizedCase("three probes of three slots", "ties", (0, 3, 6, 1), (PLAIN, HOT_TOP_P), config={"probes": 3},
               draws=36_000),
-    SizedCase("calibrated weights, m per node, threshold", "opposite", (1, 4, 6, 1), (PLAIN, COOL, GREEDY), config={
-        "weights": prior_weights(), "lead_tokens": "auto", "score_threshold": 0.02}, draws=54_000),
+    SizedCase("calibrated weights, m per node, thresholds", "opposite", (1, 4, 6, 1), (PLAIN, COOL, GREEDY),
+              config={"weights": prior_weights(), "lead_tokens": "auto", "score_threshold": 0.02,
+                      "level_threshold": 0.1}, draws=54_000),
     SizedCase("calibrated weights, m = 2, two probes", "noisy", (2, 4, 6, 2), (PLAIN, HOT), config={
         "weights": prior_weights(), "probes": 2}, draws=36_000),
     SizedCase("static tree", "opposite", STATIC, (PLAIN, COOL, TOP_P, GREEDY), draws=72_000),

@@ -129,7 +129,7 @@ class Case:
                 inside += 1
             rest = law.copy()
             rest[list(ids)] = np.maximum(rest[list(ids)] - q, 0)
-            if 0 < rest.sum() < 100 * MARGIN * scale:
+            if rest.sum() < 100 * MARGIN * scale and np.count_nonzero(law) > 1:
                 return inside  # p and q~ agree but for their rounding
             law = residual(law, (ids, q))
             scale /= rest.sum() or 1.0

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from optimized.decoder import RheoDecoder
+from optimized.sampling_params import SamplingParams
 from optimized.trees import LevelNodes
 from proofs_tests.toy import Logits, random_logits
 
@@ -117,3 +120,24 @@ def fingerprint(text: Sequence[int]) -> float:
     for token in text:
         value = (value * 31 + token + 1) % 2**24
     return float(value)
+
+
+def text_counts(decoder: RheoDecoder, requests: int, distinct_seeds: bool = True) -> np.ndarray:
+    """How often each text of three tokens comes behind the prompt [1], at T = 1; with one seed for all if wanted."""
+    vocab = decoder.target.vocab_size
+    seeds = range(10**9, 10**9 + requests) if distinct_seeds else [3] * requests
+    params = [SamplingParams(seed=seed, max_new_tokens=3) for seed in seeds]
+    counts = np.zeros(vocab**3, dtype=np.int64)
+    for result in decoder.generate([[1]] * requests, params):
+        counts[np.dot(result.token_ids, [vocab**2, vocab, 1])] += 1
+    return counts
+
+
+def text_law(target: PathTarget) -> np.ndarray:
+    """The law that ``text_counts`` should follow."""
+    vocab, law = target.vocab_size, np.ones(1)
+    for length in range(3):
+        logits = np.array([target.logits((1, *text)) for text in np.ndindex(*(vocab,) * length)], dtype=np.float64)
+        odds = np.exp(logits - logits.max(axis=1, keepdims=True))
+        law = (law[:, None] * odds / odds.sum(axis=1, keepdims=True)).ravel()
+    return law

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from optimized.calibration import load_weights
+from optimized.calibration import load_weights, weights_file
 from reference.api import RheoConfig
 from reference.topology import Topology
 from reference.weights import Weights
@@ -149,7 +149,7 @@ def weights_text(path: Path) -> str:
         ValueError: it holds no weights.
     """
     load_weights(path)
-    return f"{path}#{zlib.crc32(path.read_bytes()):08x}"
+    return f"{path}#{zlib.crc32(weights_file(path).read_bytes()):08x}"
 
 
 def setting_label(setting: str, value: object) -> str:

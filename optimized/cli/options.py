@@ -115,7 +115,7 @@ class TreeOptions:
     ] = None
     weights: Annotated[
         Path | None,
-        Option(help="File of rheo calibrate: path scores by what nodes are worth.", rich_help_panel=TREE),
+        Option(help="File of rheo calibrate, or embedded: path scores by what nodes are worth.", rich_help_panel=TREE),
     ] = None
 
     score_threshold: Annotated[float, Option(help="Offer no node with a smaller path score.", rich_help_panel=TREE)] = (

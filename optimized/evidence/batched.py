@@ -127,7 +127,7 @@ CASES = (
         "opposite",
         (1, 4, 6, 1),
         (PLAIN, COOL),
-        config={"weights": prior_weights(), "lead_tokens": "auto", "score_threshold": 0.02},
+        config={"weights": prior_weights(), "lead_tokens": "auto", "score_threshold": 0.02, "level_threshold": 0.1},
     ),
     MarkovCase("static tree", "opposite", STATIC, (PLAIN, COOL, GREEDY)),
 )

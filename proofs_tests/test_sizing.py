@@ -1,0 +1,248 @@
+"""Trees that pay: step costs, the thresholds that follow, steps without a draft; texts stay the target's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from optimized.calibration import Calibrator, prior_weights
+from optimized.committed import Committed, joined
+from optimized.decoder import RheoDecoder
+from optimized.models.eagle3 import Eagle3Drafter
+from optimized.sampling_params import SamplingParams
+from optimized.sizing import SHORTEST_PAUSE, TRIAL, StepCosts, TreeSizer
+from optimized.step_costs import CostTable
+from optimized.trees import TreeBatch
+from optimized.verification import VerifyBatch
+from proofs_tests.statistics import Family
+from proofs_tests.tiny_pairs import FEATURE_LAYERS, MAKERS, eagle_decoder, eagle_head, llama
+from proofs_tests.toy import random_logits
+from proofs_tests.toy_models import PathDrafter, PathTarget, text_counts, text_law
+from reference.api import MOST_NODES, RheoConfig
+from reference.tree import DraftTree
+
+AUTO = RheoConfig(lead_tokens="auto", branching=3, depth=3, tree_size="auto", weights=prior_weights())
+COSTS = StepCosts(plain=1.0, base=1.1, node=0.1, level=0.2)
+
+
+def step(scores: list[float], accepted: int) -> tuple[TreeBatch, VerifyBatch]:
+    """A chain of nodes with these path scores, of which the walk took some."""
+    n = len(scores)
+    tree = DraftTree(
+        token_ids=(-1, *range(n)),
+        parents=tuple(range(-1, n)),
+        depths=tuple(range(n + 1)),
+        slots=(0,) * (n + 1),
+        is_probe=(False,) * (n + 1),
+        scores=(1.0, *scores),
+        probe_laws={},
+    )
+    tokens = torch.zeros(1, n + 1, dtype=torch.long)
+    none = torch.zeros(1, n + 1, dtype=torch.bool)
+    return TreeBatch.from_trees([tree]), VerifyBatch(tokens, tokens, torch.tensor([accepted + 1]), none, none)
+
+
+def test_thresholds_are_what_a_second_is_worth() -> None:
+    """Before anything is known a second is worth plain decoding's one token, and scores are taken at their word."""
+    shape = TreeSizer(lambda batch: COSTS).shape(AUTO, 1)
+    assert shape is not None
+    assert shape.score_threshold == pytest.approx(0.1)  # a node takes a tenth of a second
+    assert shape.level_threshold == pytest.approx(0.4)  # a level takes 0.2 s and adds half of its best node's chance
+    assert replace(shape, score_threshold=0, level_threshold=0) == AUTO
+
+
+def test_thresholds_follow_what_is_seen() -> None:
+    """Steps of two nodes, promised 0.8 and 0.4, that accept 1.2 on average: worth 2.2 tokens in 1.5 s."""
+    sizer = TreeSizer(lambda batch: COSTS)
+    for turn in range(500):
+        shape = sizer.shape(AUTO, 1)
+        assert shape is not None
+        sizer.observe(*step([0.8, 0.4], accepted=2 if turn % 5 < 3 else 0))
+    worth = 2.2 / (1.1 + 0.1 * 2 + 0.2 * 1)
+    assert shape.score_threshold == pytest.approx(worth * 0.1, rel=0.1)
+    assert shape.level_threshold == pytest.approx(worth * 0.2 / 0.5, rel=0.1)
+
+
+def test_scores_that_promise_too_much_are_discounted() -> None:
+    sizer = TreeSizer(lambda batch: replace(COSTS, base=0.1))
+    for turn in range(500):
+        shape = sizer.shape(AUTO, 1)
+        sizer.observe(*step([0.8, 0.4], accepted=turn % 5 == 0))
+    assert shape is not None
+    worth = 1.2 / (0.1 + 0.2 + 0.2) * (1.2 / 0.2)  # a sixth of what was promised, up to the prior
+    assert 0.5 < shape.score_threshold / (worth * 0.1) < 1
+
+
+def test_drafting_that_does_not_pay_is_turned_off_and_tried_again() -> None:
+    sizer, drafted = TreeSizer(lambda batch: COSTS), []
+    for _ in range(6000):
+        drafted.append(sizer.shape(AUTO, 1) is not None)
+        if drafted[-1]:
+            sizer.observe(*step([0.1, 0.01], accepted=0))
+    assert drafted[:TRIAL] == [True] * TRIAL
+    assert drafted[TRIAL : TRIAL + SHORTEST_PAUSE] == [False] * SHORTEST_PAUSE
+    assert drafted[TRIAL + SHORTEST_PAUSE]
+    assert sum(drafted[2000:]) < 0.02 * 4000  # pauses grow
+    assert any(drafted[2000:])  # and end
+
+
+def test_drafting_that_pays_is_never_turned_off() -> None:
+    sizer = TreeSizer(lambda batch: COSTS)
+    for _ in range(300):
+        assert sizer.shape(AUTO, 1) is not None
+        sizer.observe(*step([0.8, 0.6], accepted=1))
+
+
+def test_a_smaller_batch_ends_a_pause() -> None:
+    sizer = TreeSizer(lambda batch: replace(COSTS, base=1.0 + 0.5 * batch))
+    while sizer.shape(AUTO, 8) is not None:
+        sizer.observe(*step([0.6, 0.3], accepted=1))
+    assert sizer.shape(AUTO, 8) is None
+    assert sizer.shape(AUTO, 7) is not None
+
+
+def test_costs_are_measured_once_and_read_in_between() -> None:
+    asked: list[int] = []
+
+    def measure(batch: int) -> StepCosts:
+        asked.append(batch)
+        return StepCosts(1.0 * batch, 2.0 * batch, 0.1 * batch, 0.5)
+
+    table = CostTable(measure)
+    table.cover(4)
+    table.cover(2)
+    table.cover(4)
+    assert asked == [1, 4]
+    assert table(2) == StepCosts(2.0, 4.0, 0.2, 0.5)
+    table.cover(8)
+    assert asked == [1, 4, 8]
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_decoder_measures_its_steps_and_keeps_greedy_texts(kind: str, one_thread: None) -> None:
+    params, prompts = SamplingParams(temperature=0, max_new_tokens=40), [[5, 6, 7], [8, 9], [11]]
+    sized = MAKERS[kind](AUTO)
+    plain = RheoDecoder(sized.target, None).generate(prompts, params)
+    assert [r.token_ids for r in sized.generate(prompts, params)] == [r.token_ids for r in plain]
+    for batch in (1, 2, 3):
+        costs = sized._costs(batch)
+        assert all(0 < value < 10 for value in vars(costs).values()), costs
+    assert sized._costs(3).base > sized._costs(3).node
+    assert sized.sizer is not None
+    assert sized.sizer.requests == 3
+    [tree, _] = sized.trace([5, 6, 7], steps=1)[0]
+    assert 1 <= len(tree) <= MOST_NODES + 1
+
+
+def test_an_automatic_size_wants_nothing_of_plain_decoding() -> None:
+    target = PathTarget(5, random_logits(5, 5, "normal"))
+    assert RheoDecoder(target, None, None, AUTO).sizer is None  # type: ignore[arg-type]
+
+
+class Alternating:
+    """Drafts in some steps and not in others; thresholds come and go."""
+
+    requests = 0
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def shape(self, config: RheoConfig, batch: int) -> RheoConfig | None:
+        self._turn += 1
+        if self._turn % 7 in (0, 1, 2, 5):
+            return None
+        return replace(config, score_threshold=0.02 * (self._turn % 3), level_threshold=0.1 * (self._turn % 4))
+
+    def observe(self, trees: TreeBatch, walk: VerifyBatch) -> None:
+        pass
+
+
+def alternating(decoder: RheoDecoder) -> RheoDecoder:
+    decoder.sizer = Alternating()  # type: ignore[assignment]
+    decoder._costs.cover = lambda batch: None  # type: ignore[method-assign]
+    return decoder
+
+
+def test_what_was_committed_without_a_draft_is_read_later() -> None:
+    """The toy drafter checks every token and feature it is given; requests end at different steps."""
+    target = PathTarget(6, random_logits(5, 6, "normal"))
+    decoder = alternating(RheoDecoder(target, PathDrafter(6), None, AUTO))  # type: ignore[arg-type]
+    params = [SamplingParams(seed=seed, max_new_tokens=5 + 7 * seed) for seed in range(5)]
+    results = decoder.generate([[1], [2, 3], [1, 2, 3, 4], [5], [4, 4]], params)
+    assert [len(result.token_ids) for result in results] == [5, 12, 19, 26, 33]
+    assert sum(sum(result.metrics.offered_per_level) for result in results) > 0
+    assert any(result.metrics.target_passes > sum(result.metrics.offered_per_level[:1]) for result in results)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_greedy_texts_stay_the_targets_with_and_without_a_draft(kind: str) -> None:
+    params = [SamplingParams(temperature=0, max_new_tokens=n) for n in (40, 11, 25)]
+    decoder = alternating(MAKERS[kind](AUTO))
+    plain = RheoDecoder(decoder.target, None).generate([[5, 6, 7], [8, 9], [11]], params)
+    assert [r.token_ids for r in decoder.generate([[5, 6, 7], [8, 9], [11]], params)] == [r.token_ids for r in plain]
+
+
+def test_a_heads_cache_after_pauses_is_that_of_a_fresh_head() -> None:
+    model = llama()
+    decoder = alternating(eagle_decoder(AUTO, model))
+    text = [5, 6, 7]
+    for count, event in enumerate(decoder.stream(text, SamplingParams(seed=1, max_new_tokens=40, min_new_tokens=40))):
+        text += event.token_ids
+        if count == 10:  # a step with a draft behind steps without
+            break
+    assert isinstance(decoder.drafter, Eagle3Drafter)
+    [length] = decoder.drafter._cache.lengths
+    fresh = Eagle3Drafter(eagle_head(), model.get_input_embeddings(), None, FEATURE_LAYERS)
+    with torch.no_grad():
+        hidden = model(torch.tensor([text[:length]]), output_hidden_states=True).hidden_states
+    fresh.reset(torch.tensor(text[:1]))
+    features = torch.cat([hidden[layer] for layer in FEATURE_LAYERS], dim=-1)
+    fresh.advance(torch.tensor([text[1 : length + 1]]), torch.tensor([length]), features)
+    assert length > 8
+    for actual, expected in zip(decoder.drafter._cache._buffers[0], fresh._cache._buffers[0], strict=True):
+        torch.testing.assert_close(actual[:, :, :length], expected[:, :, :length], atol=1e-5, rtol=0)
+
+
+def test_joined_texts_by_hand() -> None:
+    def part(rows: list[list[int]], counts: list[int]) -> Committed:
+        token_ids = torch.tensor(rows)
+        return Committed(token_ids, torch.tensor(counts), token_ids.unsqueeze(2).float() / 10)
+
+    whole = joined([part([[1, 2, 0], [3, 0, 0]], [2, 1]), part([[4], [5]], [1, 1]), part([[6, 0], [7, 8]], [1, 2])])
+    assert whole.counts.tolist() == [4, 4]
+    assert whole.token_ids[:, :4].tolist() == [[1, 2, 4, 6], [3, 5, 7, 8]]
+    assert whole.features is not None
+    np.testing.assert_allclose(whole.features[:, :4, 0], whole.token_ids[:, :4] / 10)
+
+
+def sized_texts(monkeypatch: pytest.MonkeyPatch, costs: StepCosts, learning: bool) -> tuple[RheoDecoder, PathTarget]:
+    monkeypatch.setattr("optimized.decoder.measure_costs", lambda *_: costs)
+    target = PathTarget(4, random_logits(5, 4, "normal"))
+    shape = replace(AUTO, depth=2)
+    calibrator = Calibrator() if learning else None
+    decoder: Any = RheoDecoder(target, PathDrafter(4), None, shape, max_batch_size=100, calibrator=calibrator)  # type: ignore[arg-type]
+    return decoder, target
+
+
+@pytest.mark.lossless
+def test_texts_have_the_targets_law_while_trees_are_sized(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Family("sizes while they are learned", 2) as family:
+        check_texts(monkeypatch, family, 5000, 0.08)
+
+
+@pytest.mark.lossless
+@pytest.mark.deep
+def test_texts_have_the_targets_law_while_trees_are_sized_at_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Family("sizes while they are learned deep", 2) as family:
+        check_texts(monkeypatch, family, 60_000, 0.025)
+
+
+def check_texts(monkeypatch: pytest.MonkeyPatch, family: Family, requests: int, tv: float) -> None:
+    """Costs at which thresholds move and drafting is turned off now and then; weights learned at the same time."""
+    for name, costs in (("paying", StepCosts(1.0, 1.02, 0.02, 0.05)), ("doubtful", StepCosts(1.0, 1.2, 0.1, 0.3))):
+        decoder, target = sized_texts(monkeypatch, costs, learning=name == "doubtful")
+        family.compare(name, text_counts(decoder, requests, name == "paying"), text_law(target), min_detectable_tv=tv)
