@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from optimized.ranges import arange
 from optimized.sampling_params import SamplingParams
 
 
@@ -67,6 +68,7 @@ class SamplingBatch:
         generated: [batch] int64, tokens generated so far, the root's token included.
         seen: [batch, vocab_size + 1] bool, tokens of prompt and output (the last column is a bin for ids outside the
             vocabulary); None when no request has a repetition penalty.
+        plain: whether the law of every request is just the softmax of what bias, penalty and minimum length leave.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class SamplingBatch:
         self.max_top_k = max((min(r.top_k, self.vocab_size) for r in sampled if r), default=0)
         self.top_p = self._stage([r.top_p if r and r.top_p < 1 else None for r in sampled])
         self.min_p = self._stage([r.min_p if r and r.min_p > 0 else None for r in sampled])
+        self.plain = all(stage is None for stage in (self.greedy, self.divisors, self.top_k, self.top_p, self.min_p))
         self.penalty = self._stage([r.repetition_penalty if r.repetition_penalty != 1 else None for r in params])
         bias = [(b, token, value) for b, r in enumerate(params) for token, value in (r.logit_bias or {}).items()]
         self.bias_places = self._places([entry[:2] for entry in bias])
@@ -205,7 +208,7 @@ class TargetLaws:
         self.trees = trees
         self.kept: list[Tensor] | None = None
         self.bad = torch.zeros(len(batch.params), dtype=torch.bool, device=logits.device)
-        self._requests = torch.arange(len(batch.params), device=logits.device)
+        self._requests = arange(len(batch.params), logits.device)
         self._ancestors = trees.ancestors() if trees is not None and batch.penalty is not None else None
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -219,6 +222,10 @@ class TargetLaws:
         """
         batch = self.batch
         scores = self._processed(rows[:, None])
+        if scores.device.type == "cpu" and batch.plain:  # one look at the law saves two passes over the logits
+            law = scores.softmax(-1)
+            if not law[..., 0].isnan().any():  # softmax makes all of a row NaN where ``_exclude_bad`` would find it bad
+                return self._keep(law[:, 0])
         top, bad = _exclude_bad(scores)
         self.bad |= bad[:, 0]
         best = scores.argmax(-1, keepdim=True) if batch.greedy is not None else None
@@ -303,7 +310,8 @@ class TargetLaws:
     def _processed(self, rows: Tensor) -> Tensor:
         """[batch, n, vocab_size] float64: bias, penalty and minimum length applied at ``rows`` [batch, n]; a copy."""
         batch = self.batch
-        scores = self.logits[self._requests[:, None], rows].to(torch.float64)
+        places = self._requests[:, None] * self.logits.shape[1] + rows
+        scores = self.logits.flatten(0, 1).index_select(0, places.flatten()).to(torch.float64).view(*rows.shape, -1)
         if batch.bias_places is not None:
             requests, tokens = batch.bias_places
             scores[requests, :, tokens] += batch.bias_values[:, None]
@@ -341,6 +349,8 @@ def _exclude_bad(scores: Tensor) -> tuple[Tensor, Tensor]:
     """Make unusable rows one-hot at token 0; return every row's maximum [batch, n, 1] and which were bad [batch, n]."""
     top = scores.amax(-1)  # NaN if there is one, +inf if there is one, -inf if nothing is left
     bad = ~top.isfinite()
+    if scores.device.type == "cpu" and not bad.any():  # a look saves a pass over the rows
+        return top[..., None], bad
     scores.masked_fill_(bad[..., None], -math.inf)
     scores[..., 0].masked_fill_(bad, 0.0)
     return top.masked_fill_(bad, 0.0)[..., None], bad

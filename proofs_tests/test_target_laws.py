@@ -358,6 +358,26 @@ def test_a_law_is_the_same_to_the_bit_whoever_is_in_the_batch(vocab_size: int) -
         assert torch.equal(TargetLaws(logits[b : b + 1], alone)(torch.zeros(1).long())[0], together[b]), params[b]
 
 
+def test_a_law_that_is_just_a_softmax_is_the_same_to_the_bit_beside_a_request_that_asks_for_more() -> None:
+    """Alone such laws come without the stages and without a search for unusable logits, on a CPU."""
+    logits = torch.tensor(np.random.default_rng(23).normal(0, 3, (6, 1, 4099))).bfloat16()
+    for row, value in ((1, math.nan), (2, math.inf)):
+        logits[row, 0, 4000] = value
+    logits[3] = -math.inf
+    plain, asking = [SamplingParams()] * 5, SamplingParams(temperature=0.7, top_k=5)
+    batch = SamplingBatch.from_params([*plain, asking], [[0]] * 6, 4099)
+    assert not batch.plain
+    together = TargetLaws(logits, batch)
+    expected = together(torch.zeros(6).long())
+    for rows in ([0, 4], [1], [2], [3], [0, 1, 2, 3, 4]):
+        batch = SamplingBatch.from_params([plain[row] for row in rows], [[0]] * len(rows), 4099)
+        assert batch.plain
+        laws = TargetLaws(logits[rows], batch)
+        assert torch.equal(laws(torch.zeros(len(rows)).long()), expected[rows])
+        assert torch.equal(laws.bad, together.bad[rows])
+    assert together.bad.tolist() == [False, True, True, True, False, False]
+
+
 def test_select_keeps_each_request_with_its_history() -> None:
     rng = np.random.default_rng(11)
     params = [
