@@ -92,28 +92,28 @@ def walk_trees(trees: TreeBatch, step_at: Callable[[Tensor], Step]) -> VerifyBat
     row = torch.zeros(trees.batch_size, dtype=torch.long, device=device)
     walking = torch.ones(trees.batch_size, dtype=torch.bool, device=device)
     width = trees.depth + 1
-    tokens, rows, offered, accepted = [], [], [], []
+    steps, rows, walks = [], [], []
     for _ in range(width):
+        step = step_at(row)
+        steps.append(step)
+        rows.append(row)
+        walks.append(walking)
+        walking = walking & (step.child > 0)
+        row = torch.where(walking, step.child, row)
         if device.type == "cpu" and not walking.any():
             break
-        step = step_at(row)
-        tokens.append(torch.where(walking, step.token, -1))
-        rows.append(torch.where(walking, row, -1))
-        offered.append(walking & step.probe_offered)
-        accepted.append(walking & step.probe_accepted)
-        row = torch.where(walking & (step.child > 0), step.child, row)
-        walking = walking & (step.child > 0)
+    walks += [walking] * (width - len(walks))  # nobody
 
-    def columns(values: list[Tensor], padding: int | bool) -> Tensor:
-        return torch.nn.functional.pad(torch.stack(values, dim=1), (0, width - len(values)), value=padding)
+    def columns(values: list[Tensor]) -> Tensor:
+        return torch.stack(values + values[-1:] * (width - len(values)), dim=1)
 
-    walked = columns(rows, -1)
+    walked = columns(walks)
     return VerifyBatch(
-        token_ids=columns(tokens, -1),
-        rows=walked,
-        counts=(walked >= 0).sum(dim=1),
-        probes_offered=columns(offered, False),
-        probes_accepted=columns(accepted, False),
+        token_ids=columns([step.token for step in steps]).masked_fill_(~walked, -1),
+        rows=columns(rows).masked_fill_(~walked, -1),
+        counts=walked.sum(dim=1),
+        probes_offered=columns([step.probe_offered for step in steps]) & walked,
+        probes_accepted=columns([step.probe_accepted for step in steps]) & walked,
     )
 
 
@@ -129,30 +129,59 @@ class Step:
 
 def _step(trees: TreeBatch, row: Tensor, law: Tensor, noise: WalkNoise, rule: Verification) -> Step:
     here = row.unsqueeze(1)
-    places = arange(trees.rows, row.device)
     is_child = trees.parents == here
     is_probe = is_child & trees.is_probe
-    has_probe = is_probe.any(dim=1)
     probe = _first(is_probe)
+    has_probe = probe > 0
 
-    law_index = trees.law_index.gather(1, here).clamp(min=0)
-    gather_law = law_index.unsqueeze(2).expand(-1, -1, trees.probe_laws.shape[2])
-    probe_ids = trees.probe_law_ids.gather(1, gather_law).squeeze(1)
-    probe_law = trees.probe_laws.gather(1, gather_law).squeeze(1) * has_probe.unsqueeze(1)
-
-    goes_to_lead = torch.zeros_like(has_probe)
-    lead_token = lead = torch.zeros_like(row)
     if rule == "rrsw":
-        is_lead = is_child & has_probe.unsqueeze(1) & (places < probe)
+        is_lead = is_child & has_probe & (arange(trees.rows, row.device) < probe)
         lead_token = inverse_cdf(law, noise.lead_uniforms.gather(1, here))
         lead = child_with(trees, is_lead, lead_token)
-        goes_to_lead = lead > 0
         law = torch.where(is_lead.any(dim=1, keepdim=True), _without(law, trees.token_ids, is_lead), law)
 
-    waiting, tested = is_probe, has_probe.unsqueeze(1)
+    residual: Tensor | None = law
+    through, accepted, accepted_token = has_probe, probe, here
+    if row.device.type != "cpu" or has_probe.any():  # on a CPU a look costs less than the passes that it saves
+        through, accepted, accepted_token, residual = _try_probes(trees, here, law, noise, is_probe, probe)
+    child, token = accepted.squeeze(1), accepted_token.squeeze(1)
+    probe_accepted = through.squeeze(1)
+    if residual is not None:
+        drawn = inverse_cdf(residual, noise.residual_uniforms.gather(1, here))
+        child = torch.where(probe_accepted, child, child_with(trees, is_child & ~is_probe, drawn))
+        token = torch.where(probe_accepted, token, drawn)
+    if rule == "rrsw":
+        goes_to_lead = lead > 0
+        child, token = torch.where(goes_to_lead, lead, child), torch.where(goes_to_lead, lead_token, token)
+        probe_accepted = probe_accepted & ~goes_to_lead
+    return Step(token, child, has_probe.squeeze(1), probe_accepted)
+
+
+def _try_probes(
+    trees: TreeBatch, here: Tensor, law: Tensor, noise: WalkNoise, is_probe: Tensor, probe: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Test the probes of the rows where the walks stand, one after the other.
+
+    Args:
+        trees: the draft trees.
+        here: [batch, 1] the rows.
+        law: [batch, vocab] float64, the target's law there.
+        noise: uniforms.
+        is_probe: [batch, rows] bool, the probes below those rows.
+        probe: [batch, 1] the first of them; 0 where there is none.
+
+    Returns:
+        Whether a probe was accepted, its row and its token, [batch, 1] each, and the law that it left where none was;
+        on a CPU None when nobody needs that.
+    """
+    looks = here.device.type == "cpu"
+    waiting, tested = is_probe, probe > 0
+    which = trees.law_index.gather(1, here).clamp(min=0).unsqueeze(2).expand(-1, -1, trees.probe_laws.shape[2])
+    probe_ids = trees.probe_law_ids.gather(1, which).squeeze(1)
+    probe_law = trees.probe_laws.gather(1, which).squeeze(1) * tested
     for draw in range(trees.probes):
         token = trees.token_ids.gather(1, probe).clamp(min=0)
-        q_probe = torch.where(probe_ids == token, probe_law, 0.0).sum(dim=1, keepdim=True)
+        q_probe = (probe_law * (probe_ids == token)).sum(dim=1, keepdim=True)
         accepts = tested & (_accept_uniforms(noise, here, draw) * q_probe < law.gather(1, token))
         if draw == 0:
             accepted, accepted_token, through = probe, token, accepts
@@ -160,33 +189,23 @@ def _step(trees: TreeBatch, row: Tensor, law: Tensor, noise: WalkNoise, rule: Ve
             accepted = torch.where(accepts, probe, accepted)
             accepted_token = torch.where(accepts, token, accepted_token)
             through = through | accepts
-
+        if looks and through.all():
+            return through, accepted, accepted_token, None
         rest = law.scatter_add(1, probe_ids, -probe_law).clamp_(min=0)  # padding repeats an id, with q~ = 0
         total = rest.sum(dim=1, keepdim=True)
         if draw + 1 == trees.probes:
-            law = torch.where(total > 0, rest, law)
+            law = rest if looks and (total > 0).all() else torch.where(total > 0, rest, law)
             break
         law = torch.where(tested & (total > 0), rest / total, law)
-        waiting = waiting & (places != probe) & ~accepts
+        waiting = waiting & (arange(trees.rows, here.device) != probe) & ~accepts
         tested = waiting.any(dim=1, keepdim=True)
-        if row.device.type == "cpu" and not tested.any():
+        if looks and not tested.any():
             break
         probe = _first(waiting)
         probe_law = probe_law.masked_fill((probe_ids == token) | ~tested, 0.0)
         left = probe_law.sum(dim=1, keepdim=True)
         probe_law = torch.where(left > 0, probe_law / left, probe_law)
-
-    probe_accepted = through.squeeze(1) & ~goes_to_lead
-    token = inverse_cdf(law, noise.residual_uniforms.gather(1, here))
-    child = child_with(trees, is_child & ~is_probe, token)
-    child = torch.where(probe_accepted, accepted.squeeze(1), child)
-    token = torch.where(probe_accepted, accepted_token.squeeze(1), token)
-    return Step(
-        token=torch.where(goes_to_lead, lead_token, token),
-        child=torch.where(goes_to_lead, lead, child),
-        probe_offered=has_probe,
-        probe_accepted=probe_accepted,
-    )
+    return through, accepted, accepted_token, law
 
 
 def _first(marked: Tensor) -> Tensor:
@@ -225,8 +244,7 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 def child_with(trees: TreeBatch, among: Tensor, token: Tensor) -> Tensor:
     """[batch] the row among the marked ones that holds the token; 0 where there is none."""
-    places = arange(trees.rows, token.device)
-    return torch.where(among & (trees.token_ids == token.unsqueeze(1)), places, 0).amax(dim=1)
+    return _first(among & (trees.token_ids == token.unsqueeze(1))).squeeze(1)
 
 
 def _without(law: Tensor, token_ids: Tensor, gone: Tensor) -> Tensor:
