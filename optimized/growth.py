@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from optimized.ranges import arange, constant, levels_of
+from optimized.ranges import arange, constant, offers_of
 from optimized.slots import LevelSlots, level_slots, reaches
 from optimized.trees import LevelNodes, TreeBatch
 from reference.api import RheoConfig
@@ -144,51 +144,43 @@ def prune(config: RheoConfig, levels: Sequence[LevelSlots], beams: Sequence[Beam
     ranking = offered.sort(dim=1, descending=True, stable=True)
     kept = ranking.indices[:, :size]
     kept = torch.where(ranking.values[:, :size] > -torch.inf, kept, count).sort(dim=1).values
-    exists = kept < count
     if config.may_stop:
-        size = int(exists.sum(dim=1).max())
-        kept, exists = kept[:, :size], exists[:, :size]
-    rows = size + 1
-    index = kept.clamp(max=count - 1)
+        kept = kept[:, : int((kept < count).sum(dim=1).max())]
+    rows = kept.shape[1] + 1
+    # Behind all offered nodes stands what is padding, and behind that the root.
+    root = constant((count + 1,), device).expand(batch, -1)
+    places = torch.cat([root, kept], dim=1)
 
-    def pick(values: Tensor, padding: int | float | bool) -> Tensor:
-        return values.gather(1, index).masked_fill(~exists, padding)
+    def pick(parts: Sequence[Tensor], of_padding: float, of_root: float) -> Tensor:
+        ends = constant((of_padding, of_root), device, parts[0].dtype).expand(batch, -1)
+        return torch.cat([*(part.flatten(1) for part in parts), ends], dim=1).gather(1, places)
 
     # An expanded node is known by its place among all expanded nodes; an offered one by its place among all offered.
     widths = [slots.token_ids.shape[1] for slots in levels]
-    first_expanded = [sum(widths[:level]) for level in range(len(levels))]
-    first_offered = [width * config.branching for width in first_expanded]
-    level_of = levels_of(tuple(widths), config.branching, device)
+    first_offered = [sum(widths[:level]) * config.branching for level in range(len(levels))]
+    depths, slot_numbers, parent_expanded = offers_of(tuple(widths), config.branching, device)[:, places]
     offer_of_expanded = torch.cat(
-        [torch.full((batch, 1), count, device=device)]
-        + [beam.offers + first for beam, first in zip(beams, first_offered, strict=False)],
-        dim=1,
+        [root, *(beam.offers + first for beam, first in zip(beams, first_offered, strict=False))], dim=1
     )
 
-    row_of = torch.zeros(batch, count + 1, dtype=torch.long, device=device)  # the root's, and 0 for whatever is pruned
-    row_of.scatter_(1, kept, arange(rows, device)[1:].expand(batch, -1))
-    row_of[:, count] = 0
-    parent_expanded = torch.where(exists, index // config.branching, 0)
-    parents = torch.where(exists, row_of.gather(1, offer_of_expanded.gather(1, parent_expanded)), -1)
+    row_of = torch.zeros(batch, count + 2, dtype=torch.long, device=device)  # 0 for the root and for what is pruned
+    row_of.scatter_(1, places, arange(rows, device).expand(batch, -1))
+    parents = row_of.gather(1, offer_of_expanded.gather(1, parent_expanded)).masked_fill_(places >= count, -1)
 
-    is_probe = pick(torch.cat([slots.is_probe.flatten(1) for slots in levels], dim=1), False)
+    is_probe = pick([slots.is_probe for slots in levels], False, False)
     law_index = torch.full((batch, rows + 1), -1, device=device)
     law_index.scatter_(1, torch.where(is_probe, parents, rows), parent_expanded)
 
-    def with_root(values: Tensor, root: int | float | bool) -> Tensor:
-        return torch.nn.functional.pad(values, (1, 0), value=root)
-
-    support = max(slots.law.shape[-1] for slots in levels)
     return TreeBatch(
-        token_ids=with_root(pick(torch.cat([slots.token_ids.flatten(1) for slots in levels], dim=1), 0), -1),
-        parents=with_root(parents, -1),
-        depths=with_root(torch.where(exists, level_of[index], 0), 0),
-        slots=with_root(torch.where(exists, index % config.branching, 0), 0),
-        is_probe=with_root(is_probe, False),
-        log_scores=with_root(pick(offered, -torch.inf), 0.0),
-        num_nodes=exists.sum(dim=1) + 1,
-        probe_law_ids=torch.cat([slots.law_ids for slots in levels], dim=1).view(batch, -1, support),
-        probe_laws=torch.cat([slots.law for slots in levels], dim=1).view(batch, -1, support),
+        token_ids=pick([slots.token_ids for slots in levels], 0, -1),
+        parents=parents,
+        depths=depths,
+        slots=slot_numbers,
+        is_probe=is_probe,
+        log_scores=pick([offered], -torch.inf, 0.0),
+        num_nodes=(kept < count).sum(dim=1) + 1,
+        probe_law_ids=torch.cat([slots.law_ids for slots in levels], dim=1),
+        probe_laws=torch.cat([slots.law for slots in levels], dim=1),
         law_index=law_index[:, :rows],
         draft_failed=any_failed(levels, beams),
         depth=len(levels),

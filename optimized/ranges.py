@@ -37,13 +37,38 @@ def arange(count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device)
 
 
-@_kept
-def levels_of(widths: tuple[int, ...], branching: int, device: torch.device) -> Tensor:
-    """[all offered nodes] long, the level of each, from how many nodes were expanded to offer each level."""
-    return torch.cat([torch.full((w * branching,), level, device=device) for level, w in enumerate(widths, start=1)])
+def between(first: int | Tensor, end: int | Tensor, count: int, device: torch.device) -> Tensor:
+    """[..., count] bool, whether ``first <= place < end``. Shared: never write into it."""
+    if isinstance(first, int) and isinstance(end, int):
+        return _between(first, end, count, device)
+    places = arange(count, device)
+    return (places >= first) & (places < end)
 
 
 @_kept
-def constant(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """[count] long, these numbers. Shared: never write into it."""
-    return torch.tensor(values, dtype=torch.long, device=device)
+def _between(first: int, end: int, count: int, device: torch.device) -> Tensor:
+    places = torch.arange(count, device=device)
+    return (places >= first) & (places < end)
+
+
+@_kept
+def offers_of(widths: tuple[int, ...], branching: int, device: torch.device) -> Tensor:
+    """[3, all offered nodes + 2] long: the level of each, its slot, and its parent's place among all expanded nodes.
+
+    Args:
+        widths: how many nodes were expanded to offer each level.
+        branching: how many slots each of them has.
+        device: where the numbers are used.
+
+    Returns:
+        The numbers, with two columns of 0 at the end. Shared: never write into it.
+    """
+    levels = torch.cat([torch.full((w * branching,), level, device=device) for level, w in enumerate(widths, start=1)])
+    places = torch.arange(len(levels), device=device)
+    return torch.nn.functional.pad(torch.stack([levels, places % branching, places // branching]), (0, 2))
+
+
+@_kept
+def constant(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
+    """[count] of ``dtype``, these numbers. Shared: never write into it."""
+    return torch.tensor(values, dtype=dtype, device=device)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from optimized.ranges import arange, constant
+from optimized.ranges import arange, between, constant
 from optimized.weighing import FILL, LEAD, PROBE, LevelCurves
 from reference.api import GREEDY_TEMPERATURE, RheoConfig
 
@@ -74,11 +74,11 @@ def _candidates(logits: Tensor, support: int) -> tuple[Tensor, Tensor]:
     found = np.flatnonzero(~(rows < bound))  # so that NaN is found, and ranks first; flat is ten times faster
     row, token = np.divmod(found, vocab)
     counts = np.bincount(row, minlength=len(rows))
-    place = np.arange(len(row)) - np.repeat(counts.cumsum() - counts, counts)
-    values = np.full((len(rows), counts.max()), -np.inf, dtype=rows.dtype)
-    ids = np.zeros(values.shape, dtype=np.int64)
-    values[row, place] = rows[row, token]
-    ids[row, place] = token
+    filled = np.arange(counts.max()) < counts[:, None]
+    values = np.full(filled.shape, -np.inf, dtype=rows.dtype)
+    ids = np.zeros(filled.shape, dtype=np.int64)
+    values[filled] = rows.reshape(-1)[found]
+    ids[filled] = token
     shape = (*logits.shape[:-1], values.shape[1])
     return torch.from_numpy(values).view(shape), torch.from_numpy(ids).view(shape)
 
@@ -118,16 +118,14 @@ def level_slots(
     """
     branching = config.branching
     kept, ids = rank_logits(logits, config.draft_support)
-    failed = ~torch.isfinite(kept[..., 0])  # NaN ranks first; where it or +inf does, q is NaN and nothing is ranked
     if vocab_map is not None:
-        ids = vocab_map[ids]
+        ids = vocab_map.take(ids)
     support = kept.shape[-1]
-    place = arange(support, logits.device)
 
     q = torch.softmax(kept, dim=-1)
-    ranked = q > 0
-    num_ranked = ranked.sum(dim=-1, keepdim=True)
-    num_slots = num_ranked.clamp(max=branching)
+    failed = q[..., 0].isnan()  # where NaN, +inf or -inf ranks first, all of q is NaN and nothing is ranked
+    ranked = q > 0  # the first so many
+    num_slots = ranked[..., :branching].sum(dim=-1, keepdim=True)
     if children is not None:
         num_slots = torch.minimum(num_slots, constant(children, logits.device).unsqueeze(1))
 
@@ -137,8 +135,8 @@ def level_slots(
     draws = min(config.probes, room) if children is None else min(max(children), support)
     probing = config.proposal != "topk" and draws > 0
     if probing or config.weights is not None:
-        greedy = (temperatures < GREEDY_TEMPERATURE).view(-1, 1, 1)
-        tempered = kept / torch.where(greedy, 1.0, temperatures.double().view(-1, 1, 1))
+        sampled = (temperatures >= GREEDY_TEMPERATURE).view(-1, 1, 1)
+        tempered = kept / torch.where(sampled, temperatures.view(-1, 1, 1), 1.0)
     masses = lead_weights = fill_weights = q
     curves = None
     if config.weights is not None:
@@ -148,9 +146,9 @@ def level_slots(
         if config.lead_tokens == "auto":
             m = curves.lead_count(masses, num_slots)
     if probing:
-        has_probe = ~greedy & (num_slots > m)
-        tail = ranked & (place >= m)
-        law = torch.softmax(tempered.masked_fill(~tail | ~has_probe, -torch.inf), dim=-1).nan_to_num(0.0)
+        has_probe = sampled & (num_slots > m)
+        tail = ranked & between(m, support, support, logits.device)
+        law = torch.softmax(torch.where(tail & has_probe, tempered, -torch.inf), dim=-1).nan_to_num(0.0)
         if children is not None:
             num_slots = torch.where(has_probe, torch.minimum(num_slots, (law > 0).sum(dim=-1, keepdim=True)), num_slots)
 
@@ -168,27 +166,27 @@ def level_slots(
                 return values
             return values.gather(-1, (schedule - m).clamp(0, draws - 1).expand(*failed.shape, branching))
 
-        is_place = schedule == m if draws == 1 else (schedule >= m) & (schedule < m + draws)
-        is_probe = in_slots(drawn.exists) & is_place
-        index = torch.where(is_probe, in_slots(drawn.places), torch.where(schedule < m, schedule, behind))
-        ranks = index.clamp(max=support - 1)
-        weights = lead_weights.gather(-1, ranks)
-        if curves is not None:
-            lowest = torch.where(drawn.exists, drawn.proxies, torch.inf).amin(dim=-1, keepdim=True)
-            is_lead = (schedule < m) | ~has_probe
-            weights = torch.where(is_lead, weights, torch.minimum(fill_weights.gather(-1, ranks), lowest))
-        weights = torch.where(is_probe, in_slots(drawn.proxies), weights)
+        is_probe = in_slots(drawn.exists) & between(m, m + draws, branching, logits.device)
+        others = torch.where(between(m, branching, branching, logits.device), behind, schedule)
+        index = torch.where(is_probe, in_slots(drawn.places), others)
     else:
         index = schedule.expand(*failed.shape, branching)
         law = torch.zeros_like(q)
         is_probe = torch.zeros(*failed.shape, branching, dtype=torch.bool, device=logits.device)
-        weights = lead_weights.gather(-1, index.clamp(max=support - 1))
+    ranks = index if branching <= support else index.clamp(max=support - 1)
+    weights = lead_weights.gather(-1, ranks)
+    if probing:
+        if curves is not None:
+            lowest = torch.where(drawn.exists, drawn.proxies, torch.inf).amin(dim=-1, keepdim=True)
+            is_lead = between(0, m, branching, logits.device) | ~has_probe
+            weights = torch.where(is_lead, weights, torch.minimum(fill_weights.gather(-1, ranks), lowest))
+        weights = torch.where(is_probe, in_slots(drawn.proxies), weights)
     log_weights = torch.zeros_like(weights) if config.proposal == "static" else weights.log()
     log_scores = parent_scores.unsqueeze(2) + torch.where(schedule < num_slots, log_weights, -torch.inf)
     if config.score_threshold > 0:
         log_scores = log_scores.masked_fill(~reaches(log_scores, config.score_threshold), -torch.inf)
     return LevelSlots(
-        token_ids=ids.gather(-1, index.clamp(max=support - 1)),
+        token_ids=ids.gather(-1, ranks),
         log_scores=log_scores,
         is_probe=is_probe,
         law_ids=ids,
@@ -250,7 +248,8 @@ def _draw_probes(
         cumulative = law.cumsum(dim=-1)
         total = cumulative[..., -1:]
         beyond = cumulative > each[..., draw : draw + 1] * total
-        last = torch.where(law > 0, place, 0).amax(dim=-1, keepdim=True)
+        # Where rounding leaves none. It cannot at first: a uniform below 1 times a total about 1 stays below the total.
+        last = law.shape[-1] - 1 if draw == 0 else torch.where(law > 0, place, 0).amax(dim=-1, keepdim=True)
         probe = torch.where(beyond, place, last).amin(dim=-1, keepdim=True)
         if draw > 0:
             exists = exists & (total > 0) & (room > draw)

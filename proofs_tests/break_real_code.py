@@ -72,11 +72,12 @@ EDITS = [
         "    ranking = (offered - 1e-13 * torch.cat([slots.token_ids.flatten(1) for slots in levels], dim=1))"
         ".sort(dim=1, descending=True, stable=True)"),)),
     Edit("a fill before the probe", "optimized/slots.py", ((
-        "torch.where(schedule < m, schedule, behind)",
-        "torch.where(schedule < m, schedule, behind[..., [m + 1 if k == m and m + 1 < branching else k "
-        "for k in range(branching)]])"), (
-        "is_place = schedule == m if draws == 1",
-        "is_place = schedule == m + int(m + 1 < branching) if draws == 1"))),
+        "others = torch.where(between(m, branching, branching, logits.device), behind, schedule)",
+        "others = torch.where(between(m, branching, branching, logits.device), behind[..., [m + 1 if k == m and "
+        "m + 1 < branching else k for k in range(branching)]], schedule)"), (
+        "is_probe = in_slots(drawn.exists) & between(m, m + draws, branching, logits.device)",
+        "at = m + int(draws == 1 and m + 1 < branching)\n"
+        "        is_probe = in_slots(drawn.exists) & between(at, at + draws, branching, logits.device)"))),
     Edit("q for q~", "optimized/slots.py", ((
         "        law=law,\n",
         "        law=torch.where(law.sum(-1, keepdim=True) > 0, q, law),\n"),)),
