@@ -24,7 +24,7 @@ from optimized.verification import VerifyBatch
 from reference.api import RheoConfig
 from reference.tree import root_only
 
-STEPS_AHEAD = 8  # random numbers are made for so many steps at once
+STEPS_AHEAD = 16  # random numbers are made for so many steps at once
 TARGET_FAILED = 4  # its place in what the host reads of a walk
 CALIBRATION_STEPS = 8  # weights that are learned stay the same for so many steps
 
@@ -184,11 +184,11 @@ class BatchLoop:
             trees.depths.amax(dim=1),
             walk.probes_offered.sum(dim=1),
             walk.probes_accepted.sum(dim=1),
-            laws.bad,
-            trees.draft_failed,
-            *walk.token_ids.unbind(dim=1),
+            laws.bad.long(),
+            trees.draft_failed.long(),
         ]
-        return walk, torch.stack([values.long() for values in summary], dim=1).tolist()  # one transfer from the device
+        read = torch.cat([torch.stack(summary, dim=1), walk.token_ids], dim=1)
+        return walk, read.tolist()  # one transfer from the device
 
     def _hand_out(
         self,
