@@ -22,22 +22,23 @@ from optimized.models.embedded import embedded_head_dir
 from optimized.ranges import arange
 from optimized.trees import TreeBatch
 from optimized.verification import VerifyBatch
-from reference.weights import BANDS, KNOTS, LEAST, MOST_LEADS, Curve, Curves, Weights, band_of
+from reference.weights import BANDS, KNOTS, LEAST, Curve, Curves, Weights, band_of
 
 KINDS = ("lead", "probe", "fill")
 PRIOR_POINTS = 20.0  # what the prior counts for at each knot, in observed points
-FORMAT = 1
+FORMAT = 2
+MOST_LEADS = 4  # probes behind so many leads and fewer teach the probe's curve
 
 
 def prior_weights() -> Weights:
     """What an EAGLE-3 head of middling quality is worth, where nothing has been seen yet.
 
-    A lead is accepted with three quarters of its mass, a fill with two fifths; a probe with half of its tail's, at most
-    0.3, for where the tail is heavy the draft is unsure and matches badly.
+    A lead is accepted with three quarters of its mass, a fill with two fifths; a probe with half of what its
+    likeliest token has, and a sixteenth for the others.
     """
     lead = Curve(tuple(0.75 * knot for knot in KNOTS))
     fill = Curve(tuple(0.4 * knot for knot in KNOTS))
-    probe = Curve(tuple(min(0.5 * knot, 0.3) for knot in KNOTS))
+    probe = Curve(tuple(min(2 * knot, 0.0625 + 0.5 * knot) for knot in KNOTS))
     return Weights((Curves(lead, probe, fill),) * len(BANDS), "prior")
 
 
@@ -158,7 +159,7 @@ def _points(
     for m in range(min(MOST_LEADS + 1, first)):
         mass = q[:, m:].sum(axis=1, keepdims=True)
         law = np.divide(q[:, m:], mass, out=np.zeros_like(q[:, m:]), where=mass > 0)
-        probe_masses.append(mass)
+        probe_masses.append(q[:, m : m + 1])
         probe_chances.append(np.minimum(p[:, m:], law).sum(axis=1, keepdims=True))
         fill_masses.append(q[:, m:first].ravel())
         fill_chances.append(np.maximum(p[:, m:first] - law[:, : first - m], 0).ravel())

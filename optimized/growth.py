@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from optimized.ranges import arange, constant, offers_of
-from optimized.slots import LevelSlots, level_slots, reaches
+from optimized.slots import LevelSlots, level_slots
 from optimized.trees import LevelNodes, TreeBatch
+from optimized.weighing import reaches
 from reference.api import RheoConfig
 from reference.topology import StaticShape
 

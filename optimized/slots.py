@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from fractions import Fraction
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from optimized.ranges import arange, between, constant
-from optimized.weighing import FILL, LEAD, PROBE, LevelCurves
+from optimized.weighing import FILL, LEAD, PROBE, LevelCurves, reaches
 from reference.api import GREEDY_TEMPERATURE, RheoConfig
-
-TIE = 1e-13  # far above the rounding of a sum of logs, far below what a decision may depend on
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +140,7 @@ def level_slots(
         masses = torch.where(ranked, torch.softmax(tempered, dim=-1), 0.0)
         lead_weights, fill_weights = curves.chance(LEAD, masses), curves.chance(FILL, masses)
         if config.lead_tokens == "auto":
-            m = curves.lead_count(masses, num_slots)
+            m = curves.lead_count(masses, num_slots, parent_scores, config.node_price)
     if probing:
         has_probe = sampled & (num_slots > m)
         tail = ranked & between(m, support, support, logits.device)
@@ -196,11 +192,6 @@ def level_slots(
     )
 
 
-def reaches(log_scores: Tensor, threshold: float | Fraction) -> Tensor:
-    """Which path scores are at least the threshold; a sum of logs may be below the log of an equal product."""
-    return log_scores >= math.log(threshold) - TIE
-
-
 def _last_lead(lead_weights: Tensor, m: int | Tensor, or_first: bool) -> Tensor:
     """[batch, beam, 1] the last lead's weight; without leads the first token's if ``or_first``, else 1."""
     if isinstance(m, int):
@@ -233,13 +224,13 @@ def _draw_probes(
 
     Args:
         law: [batch, beam, support] q~.
-        tail: [batch, beam, support] what a probe's weight adds up, 0 on the leads: q, or masses for the curves.
+        tail: [batch, beam, support] what a probe's weight is made of, 0 on the leads: q, or masses for the curves.
         ceiling: [batch, beam, 1] what the first probe's weight may not exceed.
         exists: [batch, beam, 1] bool, whether there is a first probe.
         room: [batch, beam, 1] how many slots are left for probes.
         uniforms: [batch, beam] or [batch, beam, draws or more].
         draws: how many probes, at most.
-        curves: turn the tail's mass into the probe's chance; None for the paper's weight.
+        curves: turn the tail's largest mass into the probe's chance; None for the paper's weight.
     """
     place = arange(law.shape[-1], law.device)
     each = uniforms.unsqueeze(-1) if uniforms.ndim == 2 else uniforms
@@ -253,11 +244,11 @@ def _draw_probes(
         probe = torch.where(beyond, place, last).amin(dim=-1, keepdim=True)
         if draw > 0:
             exists = exists & (total > 0) & (room > draw)
-        mass = tail.sum(dim=-1, keepdim=True)
+        largest = tail.amax(dim=-1, keepdim=True)
         if curves is None:  # the mass of its tail, between the best token there and the slot before
-            ceiling = torch.maximum(tail.amax(dim=-1, keepdim=True), torch.minimum(ceiling, mass))
+            ceiling = torch.maximum(largest, torch.minimum(ceiling, tail.sum(dim=-1, keepdim=True)))
         else:
-            ceiling = torch.minimum(ceiling, curves.chance(PROBE, mass.clamp(max=1.0)))
+            ceiling = torch.minimum(ceiling, curves.chance(PROBE, largest))
         found.append((exists, probe, ceiling))
         if draw + 1 < draws:
             taken = place == probe

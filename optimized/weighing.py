@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from optimized.ranges import arange
-from reference.weights import BANDS, KNOTS, LEAST, MOST_LEADS, Weights
+from reference.weights import BANDS, KNOTS, LEAST, Weights
 
 LEAD, PROBE, FILL = range(3)
+TIE = 1e-13  # far above the rounding of a sum of logs, far below what a decision may depend on
+
+
+def reaches(log_scores: Tensor, threshold: float | Fraction) -> Tensor:
+    """Which path scores are at least the threshold; a sum of logs may be below the log of an equal product."""
+    return log_scores >= math.log(threshold) - TIE
 
 
 class LevelCurves:
@@ -36,30 +43,24 @@ class LevelCurves:
         share = ((masses - low) / (high - low)).clamp(max=1.0)
         return (start + (to - start) * share).clamp(min=LEAST)
 
-    def lead_count(self, masses: Tensor, num_slots: Tensor) -> Tensor:
-        """The m that promises most at each node; ``reference.weights.lead_count``.
+    def lead_count(self, masses: Tensor, num_slots: Tensor, parent_scores: Tensor, price: float | Fraction) -> Tensor:
+        """The m of each node; ``reference.weights.lead_count``.
 
         Args:
             masses: [batch, beam, support] of the ranked tokens, largest first.
             num_slots: [batch, beam, 1].
+            parent_scores: [batch, beam] float64, logarithm of the nodes' path scores.
+            price: the path score that earns a place.
 
         Returns:
-            [batch, beam, 1] long; ``num_slots`` where a node without a probe promises more.
+            [batch, beam, 1] long; ``num_slots`` where a probe would not earn a place.
         """
-        most = masses.shape[-1]
-        place = arange(most, masses.device)
-        leads = torch.where(place < num_slots, self.chance(LEAD, masses), 0.0)
-        fills = torch.where(place < num_slots - 1, self.chance(FILL, masses), 0.0)
-        drawable = (masses > 0).sum(dim=-1, keepdim=True)
-        before = torch.nn.functional.pad(leads.cumsum(dim=-1), (1, 0))
-        best, promise = num_slots, before[..., -1:]
-        for m in range(min(MOST_LEADS, most - 1), -1, -1):
-            tail = masses[..., m:].sum(dim=-1, keepdim=True).clamp(max=1.0)
-            probe = self.chance(PROBE, tail)
-            total = before[..., m : m + 1] + probe + torch.minimum(fills[..., m:], probe).sum(dim=-1, keepdim=True)
-            better = (total >= promise) & (m < num_slots) & (m < drawable)
-            best, promise = torch.where(better, m, best), torch.where(better, total, promise)
-        return best
+        scores = parent_scores.unsqueeze(2)
+        most = torch.minimum(num_slots, (masses > 0).sum(dim=-1, keepdim=True)) - 1
+        earning = reaches(scores + self.chance(LEAD, masses).log(), price).sum(dim=-1, keepdim=True)
+        m = torch.minimum(earning, most).clamp(min=0)
+        probe = self.chance(PROBE, masses.gather(-1, m))
+        return torch.where((most >= 0) & reaches(scores + probe.log(), price), m, num_slots)
 
 
 @lru_cache(maxsize=8)

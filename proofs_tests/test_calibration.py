@@ -60,7 +60,7 @@ def test_chances_are_the_exact_ones_by_hand() -> None:
     expected = {
         0: ([0.5, 0.25], [0.25, 0.25]),
         # m = 0: q~ = q, overlap 1/4 + 1/4 + 1/4; m = 1: q~ = (1/2, 1/2) over the tail, overlap 1/4 + 1/2.
-        1: ([1.0, 0.5], [0.75, 0.75]),
+        1: ([0.5, 0.25], [0.75, 0.75]),
         # m = 0: max(0, p - q) of the two ranked first; m = 1: of the second, max(0, 1/4 - 1/2).
         2: ([0.5, 0.25, 0.25], [0.0, 0.0, 0.0]),
     }

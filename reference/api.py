@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from fractions import Fraction
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -34,7 +35,7 @@ class RheoConfig:
 
     Attributes:
         lead_tokens: m, the rheostat: how many of the top tokens stand before the probe. m >= branching means no probe.
-            "auto" takes at every node the m that promises most by ``weights`` (``reference.weights.lead_count``).
+            "auto" takes as many at every node as earn a place in the tree (``reference.weights.lead_count``).
         branching: K, the slots of a node.
         depth: how many levels are drafted.
         tree_size: R, the budget: draft nodes kept after global pruning, root not counted. "auto" lets a decoder keep
@@ -157,6 +158,11 @@ class RheoConfig:
     def may_stop(self) -> bool:
         """Whether a threshold may end a tree's growth before its budget and depth do."""
         return self.score_threshold > 0 or self.level_threshold > 0
+
+    @property
+    def node_price(self) -> Number:
+        """The path score that earns a place in the tree: the threshold, or about what the budget's last node has."""
+        return self.score_threshold if self.score_threshold > 0 else Fraction(1, 2 * self.budget)
 
     @property
     def fewest_leads(self) -> int:

@@ -88,17 +88,17 @@ class PrefixTree:
 class _BestFirst:
     def __init__(self, config: RheoConfig, draft: Draft) -> None:
         self.config = config
-        self._plan_at = cache(lambda path, slots: plan_slots(config, draft(path), slots))
+        self._plan_at = cache(lambda path, slots, score: plan_slots(config, draft(path), slots, score=score))
         shape = config.shape
         self._inner = {inner: rank for level in shape.inner for rank, inner in enumerate(level)} if shape else {}
 
     def plan(self, node: OfferedNode | None) -> SlotPlan:
         """The slots of a node; None is the root."""
-        path, shape = node.path if node else (), self.config.shape
-        if shape is None:
-            return self._plan_at(path, None)
-        slot_path = node.slot_path if node else ()
-        return self._plan_at(path, shape.children[len(path)][self._inner[slot_path]])
+        path, score = (node.path, node.score) if node else ((), 1)
+        shape, slots = self.config.shape, None
+        if shape is not None:
+            slots = shape.children[len(path)][self._inner[node.slot_path if node else ()]]
+        return self._plan_at(path, slots, score)
 
     def start(self) -> PrefixTree:
         weight = self.plan(None).weights[0]

@@ -93,11 +93,11 @@ def grow_with_probes(
         for rank, node in beam.items():
             path = node.path if node else ()
             children = shape.children[level - 1][rank] if shape else None
-            plan = plan_slots(config, draft(path), children, f"level {level} rank {rank}", margins)
+            score = node.score if node else 1
+            plan = plan_slots(config, draft(path), children, f"level {level} rank {rank}", margins, score)
             slots = plan.slots(choose_probes(plan, level, rank))
             if plan.probe_law is not None:
                 probe_laws[path] = plan.probe_law
-            score = node.score if node else 1
             here = [
                 OfferedNode((*path, slot.token_id), node, level, rank, index, slot.is_probe, score * slot.weight)
                 for index, slot in enumerate(slots)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reference.api import DraftLaw, Margin, RheoConfig, softmax
-from reference.numbers import Number, Vector, inverse_cdf
+from reference.numbers import Number, Vector, inverse_cdf, log
 from reference.tree import ProbeLaw
 from reference.weights import Curve, lead_count
 
@@ -37,8 +37,8 @@ class SlotPlan:
         tokens: x_1, x_2, ...: all tokens with q > 0, by q, ties by lower token id.
         weights: of each of them as a lead: q, or its chance by calibrated curves; in a static tree all 1.
         fill_weights: of each of them as a fill, before the cap at the probes'.
-        masses: of each of them, what a probe's weight adds up over the tail: q, or with calibrated curves the mass at
-            the request's temperature.
+        masses: of each of them, what a probe's weight is made of: q, or with calibrated curves the mass at the
+            request's temperature.
         num_slots: min(K, number of ranked tokens); in a static tree no more than there are tokens to sample.
         lead_tokens: how many of the slots are leads; all of them when there is no probe.
         num_probes: how many of the slots are probes.
@@ -112,6 +112,7 @@ def plan_slots(
     slots: int | None = None,
     where: str = "",
     margins: list[Margin] | None = None,
+    score: Number = 1,
 ) -> SlotPlan:
     """Plan the slots of one node (docs/algorithm.md, "Slots of one node").
 
@@ -121,10 +122,12 @@ def plan_slots(
         slots: how many children a static tree gives the node; None is ``config.branching``.
         where: how the margin records name the node.
         margins: receives the margins of choosing m, where that is "auto".
+        score: the node's path score.
     """
 
-    def record(distance: float) -> None:
+    def record(promised: Number) -> None:
         if margins is not None:
+            distance = 0.0 if promised == config.node_price else abs(log(promised) - log(config.node_price))
             margins.append(Margin("order", distance, where))
 
     ranked = law.ranked_tokens()
@@ -145,7 +148,7 @@ def plan_slots(
         ceiling, weigh = one, worth(curves.probe)
         if config.lead_tokens == "auto" and law.sampling is not None:
             drawable = [mass for mass in masses if mass > 0]
-            lead_tokens = lead_count(curves, drawable, num_slots, record)
+            lead_tokens = lead_count(curves, drawable, num_slots, score, config.node_price, record)
         # rrsw verifies siblings in the total order, so there the leads have to stay before the probe.
         if config.verification == "rrsw" and lead_tokens:
             ceiling = min(weights[:lead_tokens])
@@ -199,11 +202,10 @@ def proxy_weight(tail: Vector, ceiling: Number) -> Number:
 
 
 def worth(chance: Curve) -> Weigh:
-    """A probe's weight by a calibrated curve: the chance by its tail's mass, not above the ceiling."""
+    """A probe's weight by a calibrated curve: the chance by the largest mass in its tail, not above the ceiling."""
 
     def weigh(tail: Vector, ceiling: Number) -> Number:
-        mass = tail.sum()
-        return min(ceiling, chance(min(mass, mass / mass)))
+        return min(ceiling, chance(max(tail)))
 
     return weigh
 

@@ -5,7 +5,8 @@ budget where it pays. Any weight in (0, 1] that is known before the probe's toke
 keeps the output lossless (docs/generalisations.md); how good the chances are decides the acceptance only.
 
 A chance is read off a curve. The argument is the draft's own mass, under the law that draws at the request's
-temperature (at temperature 1 for a greedy request): of the token for leads and fills, of the tail for the probe.
+temperature (at temperature 1 for a greedy request): of the token for leads and fills, and for a probe that of the
+likeliest token it may be. (The mass of all its tail says little: where the tail is heavy, the draft matches badly.)
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Curves:
 
     Attributes:
         lead: of a token that is offered before the probe, or at a node without one.
-        probe: of the probe, over the mass of the tail it is drawn from.
+        probe: of a probe, over the mass of the likeliest token that it may be.
         fill: of a token that is offered behind the probe.
     """
 
@@ -107,33 +108,36 @@ def band_of(temperature: float) -> int:
     return 0 if temperature < BANDS[0] else 1 + bisect_left(BANDS[1:], temperature)
 
 
-MOST_LEADS = 4  # what "auto" considers; with more the tail is too small for a probe to matter
-
-
 def lead_count(
-    curves: Curves, masses: Sequence[Number], slots: int, record: Callable[[float], None] | None = None
+    curves: Curves,
+    masses: Sequence[Number],
+    slots: int,
+    score: Number,
+    price: Number,
+    record: Callable[[Number], None] | None = None,
 ) -> int:
-    """The m that promises most at a node (``lead_tokens="auto"``): a function of the draft's law and the curves only.
+    """The m of ``lead_tokens="auto"``: as many leads as earn a place in the tree, then the probe for all others.
 
-    A node with m leads promises the sum of its slots' chances; ties go to the smaller m.
+    With the same slots kept a node accepts more the more of them are leads, but a lead that is pruned is worth nothing,
+    and the probe could have been its token. A function of the path, the draft's law and the curves only.
 
     Args:
         curves: of the request's temperature.
         masses: of the ranked tokens, largest first; only those with mass to sample.
         slots: how many slots the node has.
-        record: is told how close each comparison was.
+        score: the node's path score.
+        price: the path score that earns a place.
+        record: is told the path scores that were compared with it.
 
     Returns:
-        m in 0 .. ``MOST_LEADS``; ``slots`` where a node without a probe promises more.
+        m in 0 .. ``slots`` - 1; ``slots``, no probe, where a probe would not earn a place.
     """
-    leads = [curves.lead(mass) for mass in masses[:slots]]
-    fills = [curves.fill(mass) for mass in masses[:slots]]
-    best, promise = slots, sum(leads)
-    for m in range(min(MOST_LEADS, slots - 1, len(masses) - 1), -1, -1):
-        probe = curves.probe(min(sum(masses[m:]), masses[0] / masses[0]))
-        total = sum(leads[:m]) + probe + sum(min(probe, chance) for chance in fills[m : slots - 1])
+
+    def earns(chance: Number) -> bool:
         if record is not None:
-            record(abs(float(total - promise)))
-        if total >= promise:
-            best, promise = m, total
-    return best
+            record(score * chance)
+        return score * chance >= price
+
+    most = min(slots, len(masses)) - 1
+    m = next((lead for lead in range(most) if not earns(curves.lead(masses[lead]))), most)
+    return m if m >= 0 and earns(curves.probe(masses[m])) else slots
