@@ -25,7 +25,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "rrsw": ("lead_tokens", "probes", *_SHAPE),  # the same trees, siblings verified in their order in the tree
     "calibrated": ("lead_tokens", "probes", *_SHAPE, "weights"),  # rheo, path scores by calibrated weights
     "auto-m": ("probes", *_SHAPE, "weights"),  # and m by what they promise, node by node
-    "auto": ("probes", "branching", "depth", "draft_support", "weights"),  # and the size by what pays here
+    "auto": ("probes", "draft_support", "weights"),  # and the size, at most the default shape, by what pays here
     "chain": ("depth", "draft_support"),  # Leviathan et al., Chen et al.: `depth` sampled tokens in a row
     "static": ("draft_support", "topology"),  # a fixed topology, children sampled without replacement
 }
