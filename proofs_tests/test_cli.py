@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
+from optimized.calibration import load_weights
 from optimized.cli import app
 from optimized.cli.chat import turn_seed
 from optimized.cli.options import SamplingOptions, TreeOptions
@@ -86,6 +87,18 @@ def test_generate_streams_the_decoders_text(loaded: dict[str, Any]) -> None:
     assert result.stdout == expected.text + "\n"
     assert loaded["config"] == RheoConfig(tree_size=5, depth=2, branching=3)
     assert (loaded["target"], loaded["draft"]) == ("embedded", "embedded")
+
+
+def test_trees_of_automatic_size_go_by_weights(loaded: dict[str, Any]) -> None:
+    auto = ["--tree-size", "auto", "--lead-tokens", "auto", "--weights", "embedded", "-t", "0", "-n", "12"]
+    result = rheo("generate", "once", *auto)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == rheo("generate", "once", "-t", "0", "--no-draft", "-n", "12").stdout
+    result = rheo("demo", "-n", "3", *auto[:6])
+    assert result.exit_code == 0, result.output
+    assert (loaded["config"].tree_size, loaded["config"].lead_tokens) == ("auto", "auto")
+    assert loaded["config"].weights == load_weights("embedded")
+    assert "trees of as many as pay, up to 60 nodes" in " ".join(result.output.split())
 
 
 def test_static_trees_come_from_a_topology_file(loaded: dict[str, Any], tmp_path: Path) -> None:
@@ -169,6 +182,9 @@ def test_generate_json_has_numbers_only_where_something_was_measured(loaded: dic
         (["--temperature", "-1"], "temperature must be"),
         (["--top-p", "0"], "top_p must be"),
         (["--tree-size", "0"], "tree_size must be"),
+        (["--tree-size", "many"], "--tree-size many: a whole number is wanted, or auto"),
+        (["--tree-size", "auto"], "give --weights"),
+        (["--level-threshold", "2"], "level_threshold must lie in"),
         (["--seed", "-5"], "seed must be"),
         (["--target", "./no/such/model"], "--target ./no/such/model: no such folder"),
         (["--draft", "~nothing"], "--draft ~nothing: no such folder"),

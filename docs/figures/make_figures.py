@@ -20,10 +20,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from optimized.calibration import load_weights
 from reference import DraftLaw, GrowthNoise, RheoConfig, grow_tree
 from reference.acceptance import optimal_transport, single_layer
 from reference.exact import PrefixTree, prefix_trees, tree_output_law
 from reference.tree import DraftTree
+from reference.weights import KNOTS
 
 HERE = Path(__file__).parent
 LEAD, PROBE, FILL, PRUNED, INK = "#1f6f8b", "#d9622b", "#6b8f71", "#c9c9c9", "#222222"
@@ -241,7 +243,28 @@ def paired_laws(error: float) -> Sequence[tuple[np.ndarray, np.ndarray]]:
     return [random_pair(rng, error) for _ in range(PAIRS)]
 
 
+# What a node is worth
+
+
+def calibration_figure() -> None:
+    """The curves that ``rheo calibrate`` learned for the embedded pair, at three ranges of temperature."""
+    weights = load_weights("embedded")
+    figure, panels = plt.subplots(1, 3, figsize=(9.5, 3.2), sharey=True, layout="constrained")
+    masses = np.geomspace(KNOTS[0], 1, 200)
+    for axes, (temperature, title) in zip(panels, ((1.0, "T = 1"), (0.6, "T = 0.6"), (0.0, "greedy")), strict=True):
+        curves = weights.at(temperature)
+        kinds = [("lead", LEAD), ("probe", PROBE), ("fill", FILL)] if temperature > 0 else [("lead", LEAD)]
+        axes.plot(masses, masses, color=PRUNED, linewidth=1)
+        for kind, colour in kinds:
+            axes.plot(masses, [float(getattr(curves, kind)(float(m))) for m in masses], color=colour, label=kind)
+        axes.set(xscale="log", title=title, xlabel="the draft's mass", xlim=(KNOTS[0], 1), ylim=(0, 1))
+    panels[0].set_ylabel("chance of acceptance")
+    panels[0].legend(frameon=False)
+    save(figure, "calibration")
+
+
 if __name__ == "__main__":
     tree_figure()
     martingale_figure()
     acceptance_figure()
+    calibration_figure()

@@ -113,7 +113,8 @@ def setting(decoder: RheoDecoder) -> str:
     where = f"{target.device}, {str(target.dtype).removeprefix('torch.')}"
     if target.device.type == "cpu":
         where += f", {torch.get_num_threads()} threads"
-    return f"{where}; trees of {config.tree_size} nodes, depth {config.depth}, branching {config.branching}"
+    size = "as many as pay, up to " if config.tree_size == "auto" else ""
+    return f"{where}; trees of {size}{config.budget} nodes, depth {config.depth}, branching {config.branching}"
 
 
 def show_texts(samples: list[Sample]) -> None:

@@ -140,6 +140,11 @@ class TreeOptions:
             weights = default_weights if self.weights is None else load_weights(self.weights)
             lead_tokens = _number_or_auto("--lead-tokens", self.lead_tokens)
             tree_size = _number_or_auto("--tree-size", self.tree_size)
+            if weights is None and "auto" in (lead_tokens, tree_size):
+                raise ValueError(
+                    "auto goes by what nodes are worth: give --weights, a file of rheo calibrate, or embedded for the "
+                    "embedded pair"
+                )
             return RheoConfig(**{**vars(self), "lead_tokens": lead_tokens, "tree_size": tree_size, "weights": weights})
         if self.weights is not None or self.score_threshold or self.level_threshold:
             raise ValueError("--weights and thresholds do not go with --proposal static, which keeps all nodes")
