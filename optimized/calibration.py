@@ -22,12 +22,11 @@ from optimized.models.embedded import embedded_head_dir
 from optimized.ranges import arange
 from optimized.trees import TreeBatch
 from optimized.verification import VerifyBatch
-from reference.weights import BANDS, KNOTS, LEAST, Curve, Curves, Weights, band_of
+from reference.weights import BANDS, KNOTS, LEAST, MOST_LEADS, Curve, Curves, Weights, band_of
 
 KINDS = ("lead", "probe", "fill")
 PRIOR_POINTS = 20.0  # what the prior counts for at each knot, in observed points
 FORMAT = 2
-MOST_LEADS = 4  # probes behind so many leads and fewer teach the probe's curve
 
 
 def prior_weights() -> Weights:

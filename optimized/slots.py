@@ -140,7 +140,7 @@ def level_slots(
         masses = torch.where(ranked, torch.softmax(tempered, dim=-1), 0.0)
         lead_weights, fill_weights = curves.chance(LEAD, masses), curves.chance(FILL, masses)
         if config.lead_tokens == "auto":
-            m = curves.lead_count(masses, num_slots, parent_scores, config.node_price)
+            m = curves.lead_count(masses, num_slots, branching, parent_scores, float(config.node_price))
     if probing:
         has_probe = sampled & (num_slots > m)
         tail = ranked & between(m, support, support, logits.device)

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from optimized.growth import grow_trees
+from optimized.weighing import LevelCurves
 from proofs_tests.brute_force import outcomes
 from proofs_tests.laws import random_case as random_exact_case
 from proofs_tests.laws import sizes
 from proofs_tests.test_differential import BATCH, excused, random_case
 from reference import Margin, RheoConfig, exact
 from reference.api import GREEDY_TEMPERATURE
-from reference.numbers import Number
 from reference.weights import BANDS, KNOTS, Curve, Curves, Weights, band_of, lead_count
 
 pytestmark = pytest.mark.lossless
@@ -158,23 +158,30 @@ def test_bands_begin_where_sampling_does_and_include_their_bounds() -> None:
     assert band_of(50.0) == len(BANDS) - 1
 
 
-def test_auto_takes_the_leads_that_earn_a_place() -> None:
-    """Leads worth their mass and a probe worth half of its likeliest token's; the price is a score of 1/10."""
-    half = Curve(tuple(knot / 2 for knot in KNOTS))
-    curves = Curves(Curve(tuple(KNOTS)), half, half)
-    masses, price = [0.5, 0.25, 0.125, 0.0625], 0.1
-    promised: list[Number] = []
-    assert (
-        lead_count(curves, masses, 10, 1.0, price, promised.append) == 10
-    )  # three would; 1/32 is too little for a probe
-    assert promised == [0.5, 0.25, 0.125, 0.03125]
-    assert lead_count(curves, masses, 10, 1.0, 0.03, None) == 3  # a token is left to draw
-    assert lead_count(curves, masses, 3, 1.0, 0.05, None) == 2  # and a slot
-    likely = Curves(half, Curve(tuple(KNOTS)), half)
-    assert lead_count(likely, masses, 10, 0.5, 0.06, None) == 2  # at a node of score 1/2
-    assert lead_count(curves, masses, 10, 0.15, price, None) == 10
-    assert lead_count(Curves(half, Curve((0.5,) * len(KNOTS)), half), masses, 10, 0.3, price, None) == 0
-    assert lead_count(curves, [], 10, 1.0, price, None) == 10
+def test_auto_takes_the_m_that_promises_most_above_the_price() -> None:
+    """Leads worth their mass, a probe worth a flat chance, fills worth nothing."""
+    mass, nothing = Curve(tuple(KNOTS)), Curve((2.0**-90,) * len(KNOTS))
+    masses = [0.5, 0.25, 0.125, 0.125]
+    for chance, score, price, expected in (
+        (0.6, 1.0, 0.0, 2),  # free places: the probe takes the last
+        (0.01, 1.0, 0.0, 3),  # none: 0.125 is more than 0.01
+        (0.6, 1.0, 0.3, 1),  # the second lead is not worth its place
+        (0.6, 0.5, 0.2, 1),
+        (0.6, 0.5, 0.28, 0),  # only the probe is
+        (0.6, 0.1, 0.2, 0),  # nothing is, a tie
+    ):
+        curves = Curves(mass, Curve((chance,) * len(KNOTS)), nothing)
+        assert lead_count(curves, masses, 3, score, price) == expected
+        batched = LevelCurves(Weights((curves,) * len(BANDS), ""), torch.ones(1, dtype=torch.float64)).lead_count(
+            torch.tensor([[masses]], dtype=torch.float64),
+            torch.tensor([[[3]]]),
+            3,
+            torch.tensor([[score]]).log(),
+            price,
+        )
+        assert batched.item() == expected
+    assert lead_count(Curves(nothing, Curve((0.5,) * len(KNOTS)), mass), masses, 3, 1.0, 0.0) == 0
+    assert lead_count(curves, [], 3, 1.0, 0.0) == 3
 
 
 def test_auto_needs_weights_and_a_threshold_is_a_chance() -> None:

@@ -35,7 +35,7 @@ class RheoConfig:
 
     Attributes:
         lead_tokens: m, the rheostat: how many of the top tokens stand before the probe. m >= branching means no probe.
-            "auto" takes as many at every node as earn a place in the tree (``reference.weights.lead_count``).
+            "auto" takes at every node the m that promises most by ``weights`` (``reference.weights.lead_count``).
         branching: K, the slots of a node.
         depth: how many levels are drafted.
         tree_size: R, the budget: draft nodes kept after global pruning, root not counted. "auto" lets a decoder keep

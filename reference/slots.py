@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reference.api import DraftLaw, Margin, RheoConfig, softmax
-from reference.numbers import Number, Vector, inverse_cdf, log
+from reference.numbers import Number, Vector, inverse_cdf
 from reference.tree import ProbeLaw
 from reference.weights import Curve, lead_count
 
@@ -125,9 +125,8 @@ def plan_slots(
         score: the node's path score.
     """
 
-    def record(promised: Number) -> None:
+    def record(distance: float) -> None:
         if margins is not None:
-            distance = 0.0 if promised == config.node_price else abs(log(promised) - log(config.node_price))
             margins.append(Margin("order", distance, where))
 
     ranked = law.ranked_tokens()

@@ -108,36 +108,46 @@ def band_of(temperature: float) -> int:
     return 0 if temperature < BANDS[0] else 1 + bisect_left(BANDS[1:], temperature)
 
 
+MOST_LEADS = 5  # what "auto" considers
+
+
 def lead_count(
     curves: Curves,
     masses: Sequence[Number],
     slots: int,
     score: Number,
     price: Number,
-    record: Callable[[Number], None] | None = None,
+    record: Callable[[float], None] | None = None,
 ) -> int:
-    """The m of ``lead_tokens="auto"``: as many leads as earn a place in the tree, then the probe for all others.
+    """The m of ``lead_tokens="auto"``: whose slots promise most, each what its path score has above the price.
 
-    With the same slots kept a node accepts more the more of them are leads, but a lead that is pruned is worth nothing,
-    and the probe could have been its token. A function of the path, the draft's law and the curves only.
+    What a node accepts with the same slots kept grows with m, so without a price the largest m would be the best; but a
+    lead takes from the probe what it brings, and a place besides. A function of the path, the draft's law and the
+    curves; ties go to the smaller m, and to a probe against none.
 
     Args:
         curves: of the request's temperature.
         masses: of the ranked tokens, largest first; only those with mass to sample.
         slots: how many slots the node has.
         score: the node's path score.
-        price: the path score that earns a place.
-        record: is told the path scores that were compared with it.
+        price: the path score that earns a place in the tree.
+        record: is told how close each comparison was.
 
     Returns:
-        m in 0 .. ``slots`` - 1; ``slots``, no probe, where a probe would not earn a place.
+        m in 0 .. ``MOST_LEADS``; ``slots`` where a node without a probe promises more.
     """
 
-    def earns(chance: Number) -> bool:
-        if record is not None:
-            record(score * chance)
-        return score * chance >= price
+    def above(chance: Number) -> Number:
+        return max(score * chance - price, price * 0)
 
-    most = min(slots, len(masses)) - 1
-    m = next((lead for lead in range(most) if not earns(curves.lead(masses[lead]))), most)
-    return m if m >= 0 and earns(curves.probe(masses[m])) else slots
+    leads = [above(curves.lead(mass)) for mass in masses[:slots]]
+    best, promise = slots, sum(leads)
+    for m in range(min(MOST_LEADS, slots - 1, len(masses) - 1), -1, -1):
+        probe = curves.probe(masses[m])
+        fills = sum(above(min(probe, curves.fill(mass))) for mass in masses[m : slots - 1])
+        total = sum(leads[:m]) + above(probe) + fills
+        if record is not None:
+            record(abs(float(total - promise)))
+        if total >= promise:
+            best, promise = m, total
+    return best
