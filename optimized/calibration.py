@@ -8,6 +8,7 @@ step's probes are drawn, and the text keeps the target's distribution (docs/gene
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -98,7 +99,9 @@ class Calibrator:
             return
         if failed is not None:
             walk = replace(walk, rows=walk.rows.masked_fill(failed[:, None], -1))
-        for kind, points in enumerate(_points(trees, walk, laws, branching, temperatures)):
+        nodes = walked_nodes(trees, walk, laws)
+        of_request = np.array([band_of(float(temperature)) for temperature in temperatures.tolist()], dtype=np.int64)
+        for kind, points in enumerate(_points(nodes, of_request[nodes.requests], branching)):
             self._add(kind, points)
 
     def _add(self, kind: int, points: Points) -> None:
@@ -125,10 +128,30 @@ class Calibrator:
         return Curve(tuple(float(value) for value in np.maximum.accumulate(rising.clip(LEAST, 1.0))))
 
 
-def _points(
-    trees: TreeBatch, walk: VerifyBatch, laws: list[Tensor], branching: int, temperatures: Tensor
-) -> tuple[Points, Points, Points]:
-    """For leads, probes and fills, from every node where a walk stood and that had been expanded."""
+@dataclass(frozen=True, eq=False)
+class WalkedNodes:
+    """The expanded nodes where walks stood: what the draft offered there, and the target's law of it.
+
+    Attributes:
+        requests: [n] int.
+        masses: [n, support] of the ranked tokens, under the law that draws at the request's temperature.
+        target_probs: [n, support] of the same tokens.
+    """
+
+    requests: NDArray[np.int64]
+    masses: NDArray[np.float64]
+    target_probs: NDArray[np.float64]
+
+    def probe(self, m: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Behind m leads: [n] the overlap of p and q~, and [n, support - m] max(0, p - q~)."""
+        mass = self.masses[:, m:].sum(axis=1, keepdims=True)
+        law = np.divide(self.masses[:, m:], mass, out=np.zeros_like(self.masses[:, m:]), where=mass > 0)
+        target_probs = self.target_probs[:, m:]
+        return np.minimum(target_probs, law).sum(axis=1), np.maximum(target_probs - law, 0)
+
+
+def walked_nodes(trees: TreeBatch, walk: VerifyBatch, laws: list[Tensor]) -> WalkedNodes:
+    """The nodes of one step; arguments as of ``Calibrator.observe``."""
     assert trees.law_rows is not None
     assert trees.masses is not None
     places = arange(trees.law_rows.shape[1], trees.law_rows.device)
@@ -143,29 +166,30 @@ def _points(
         masses.append(trees.masses[found, index])
         probs.append(law[found].gather(1, ids))
         requests.append(found)
-    q, p = torch.cat(masses).cpu().numpy(), torch.cat(probs).cpu().numpy()
-    of_request = [band_of(float(temperature)) for temperature in temperatures.tolist()]
-    bands = np.array(of_request, dtype=np.int64)[torch.cat(requests).cpu().numpy()]
-    first = min(branching, q.shape[1])
+    return WalkedNodes(*(torch.cat(parts).cpu().numpy() for parts in (requests, masses, probs)))
+
+
+def _points(nodes: WalkedNodes, bands: NDArray[np.int64], branching: int) -> tuple[Points, Points, Points]:
+    """For leads, probes and fills; ``bands`` [n] of the nodes' requests."""
+    first = min(branching, nodes.masses.shape[1])
 
     def points(bands: NDArray[np.int64], masses: NDArray[np.float64], chances: NDArray[np.float64]) -> Points:
         return Points(np.broadcast_to(bands[:, None], masses.shape).ravel(), masses.ravel(), chances.ravel())
 
-    leads = points(bands, q[:, :first], p[:, :first])
+    leads = points(bands, nodes.masses[:, :first], nodes.target_probs[:, :first])
     sampled = bands > 0
-    q, p, bands = q[sampled], p[sampled], bands[sampled]
-    probe_masses, probe_chances, fill_masses, fill_chances, fill_bands = [], [], [], [], []
+    bands = bands[sampled]
+    nodes = WalkedNodes(nodes.requests[sampled], nodes.masses[sampled], nodes.target_probs[sampled])
+    probes, fills = [], []
     for m in range(min(MOST_LEADS + 1, first)):
-        mass = q[:, m:].sum(axis=1, keepdims=True)
-        law = np.divide(q[:, m:], mass, out=np.zeros_like(q[:, m:]), where=mass > 0)
-        probe_masses.append(q[:, m : m + 1])
-        probe_chances.append(np.minimum(p[:, m:], law).sum(axis=1, keepdims=True))
-        fill_masses.append(q[:, m:first].ravel())
-        fill_chances.append(np.maximum(p[:, m:first] - law[:, : first - m], 0).ravel())
-        fill_bands.append(np.repeat(bands, first - m))
-    probes = points(bands, np.concatenate(probe_masses, axis=1), np.concatenate(probe_chances, axis=1))
-    fills = Points(np.concatenate(fill_bands), np.concatenate(fill_masses), np.concatenate(fill_chances))
-    return leads, probes, fills
+        overlap, rest = nodes.probe(m)
+        probes.append(points(bands, nodes.masses[:, m : m + 1], overlap[:, None]))
+        fills.append(points(bands, nodes.masses[:, m:first], rest[:, : first - m]))
+    return leads, _together(probes), _together(fills)
+
+
+def _together(parts: Sequence[Points]) -> Points:
+    return Points(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("bands", "masses", "chances")))
 
 
 def save_weights(weights: Weights, path: Path, provenance: dict[str, str]) -> None:

@@ -1,0 +1,119 @@
+"""The tables of docs/calibration.md: what a probe's chance may be read at, and what m per node is worth.
+
+    python docs/figures/node_values.py data/*/question.jsonl
+
+Decodes some questions with the embedded pair (bfloat16) and prints, from the exact laws of all nodes where walks stood:
+how much of the overlap's variance a curve over each feature explains (fitted on one half, read on the other), and the
+sum of true chances less prices over the slots that are worth their place, by m and by the price of a place.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.optimize import isotonic_regression
+
+from optimized import RheoConfig, RheoDecoder, SamplingParams
+from optimized.bench.questions import read_sets
+from optimized.calibration import Calibrator, WalkedNodes, load_weights, walked_nodes
+from reference.weights import MOST_LEADS, Curve, lead_count
+
+QUESTIONS, TOKENS, TEMPERATURES = 7, 64, (1.0, 0.6)
+PRICES = (0.02, 0.04, 0.08, 0.15)
+BRANCHING = 10
+Values = NDArray[np.float64]
+
+
+class Collector(Calibrator):
+    """Keeps the nodes and learns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(load_weights("embedded"))
+        self.seen: list[WalkedNodes] = []
+
+    def observe(self, trees, walk, laws, *_: object) -> None:  # type: ignore[no-untyped-def]
+        if trees.law_rows is not None:
+            self.seen.append(walked_nodes(trees, walk, laws))
+
+
+def nodes_at(decoder: RheoDecoder, prompts: list[list[int]], temperature: float) -> WalkedNodes:
+    """All nodes of some texts."""
+    assert isinstance(decoder.calibrator, Collector)
+    decoder.calibrator.seen.clear()
+    for seed, prompt in enumerate(prompts):
+        decoder.generate([prompt], SamplingParams(temperature=temperature, seed=seed, max_new_tokens=TOKENS))
+    names = ("requests", "masses", "target_probs")
+    return WalkedNodes(*(np.concatenate([getattr(part, name) for part in decoder.calibrator.seen]) for name in names))
+
+
+def explained(nodes: WalkedNodes, half: NDArray[np.bool_]) -> None:
+    """Print the variance explained per feature and m."""
+    features = {
+        "mass of the tail": lambda m: nodes.masses[:, m:].sum(axis=1),
+        "its likeliest": lambda m: nodes.masses[:, m],
+    }
+    overlaps = [nodes.probe(m)[0] for m in range(MOST_LEADS)]
+    for name, feature in features.items():
+        read = np.concatenate([feature(m)[half] for m in range(MOST_LEADS)])
+        order = np.argsort(read)
+        curve = isotonic_regression(np.concatenate([overlap[half] for overlap in overlaps])[order]).x
+        shares = []
+        for m in range(4):
+            error = overlaps[m][~half] - np.interp(feature(m)[~half], read[order], curve)
+            shares.append(1 - (error**2).mean() / overlaps[m][~half].var())
+        print(f"  {name}: " + ", ".join(f"{share:+.2f}" for share in shares) + " for m = 0 to 3")
+
+
+def worth(nodes: WalkedNodes, temperature: float, price: float) -> dict[str, Values]:
+    """[n] per choice of m: true chances less prices of the slots that the curves think worth their place."""
+    curves = load_weights("embedded").at(temperature)
+    leads = _read(curves.lead, nodes.masses[:, :BRANCHING])
+    gain = (nodes.target_probs[:, :BRANCHING] - price) * (leads >= price)
+    values = {}
+    for m in range(MOST_LEADS + 1):
+        probe = _read(curves.probe, nodes.masses[:, m])
+        overlap, rest = nodes.probe(m)
+        fills = np.minimum(_read(curves.fill, nodes.masses[:, m : BRANCHING - 1]), probe[:, None])
+        behind = (rest[:, : BRANCHING - 1 - m] - price) * (fills >= price)
+        values[f"m={m}"] = gain[:, :m].sum(axis=1) + (probe >= price) * (overlap - price) + behind.sum(axis=1)
+    values["none"] = gain.sum(axis=1)
+    chosen = [lead_count(curves, [float(x) for x in row if x > 0], BRANCHING, 1.0, price) for row in nodes.masses]
+    names = [f"m={m}" if m <= MOST_LEADS else "none" for m in chosen]
+    values["auto"] = np.array([values[name][row] for row, name in enumerate(names)])
+    return values
+
+
+def _read(curve: Curve, masses: Values) -> Values:
+    return np.vectorize(lambda mass: float(curve(float(mass))))(masses)
+
+
+def main() -> None:
+    sets = read_sets([Path(name) for name in sys.argv[1:]])
+    shape = RheoConfig(tree_size=30, weights=load_weights("embedded"))
+    decoder = RheoDecoder.from_pretrained(config=shape, dtype=torch.bfloat16, calibrator=Collector())
+    prompts = [
+        decoder.chat_prompt([{"role": "user", "content": question.turns[0]}])
+        for one in sets
+        for question in one.questions[:QUESTIONS]
+    ]
+    for temperature in TEMPERATURES:
+        nodes = nodes_at(decoder, prompts, temperature)
+        count = len(nodes.requests)
+        print(f"T = {temperature}: {count} nodes")
+        explained(nodes, np.random.default_rng(0).random(count) < 0.5)
+        for price in PRICES:
+            values = worth(nodes, temperature, price)
+            gain = values["auto"] - values["m=1"]
+            print(
+                f"  price {price}: "
+                + ", ".join(f"{name} {value.mean():.4f}" for name, value in values.items())
+                + f"; auto - (m=1) {gain.mean():+.4f} +- {gain.std() / count**0.5:.4f}"
+            )
+
+
+if __name__ == "__main__":
+    main()
