@@ -24,6 +24,7 @@ from reference.weights import MOST_LEADS, Curve, lead_count
 
 QUESTIONS, TOKENS, TEMPERATURES = 7, 64, (1.0, 0.6)
 PRICES = (0.02, 0.04, 0.08, 0.15)
+PROBE_TEMPERATURES = (0.5, 0.6, 0.8, 1.0, 1.25, 1.6)  # in the request's
 BRANCHING = 10
 Values = NDArray[np.float64]
 
@@ -68,6 +69,17 @@ def explained(nodes: WalkedNodes, half: NDArray[np.bool_]) -> None:
         print(f"  {name}: " + ", ".join(f"{share:+.2f}" for share in shares) + " for m = 0 to 3")
 
 
+def sharpened(nodes: WalkedNodes) -> None:
+    """Print the overlap of probes that are drawn at another temperature than the request's."""
+    for m in (1, 2, 3):
+        overlaps = []
+        for factor in PROBE_TEMPERATURES:
+            law = nodes.masses[:, m:] ** (1 / factor)
+            law /= law.sum(axis=1, keepdims=True).clip(min=1e-300)
+            overlaps.append(f"{factor} T: {np.minimum(nodes.target_probs[:, m:], law).sum(axis=1).mean():.4f}")
+        print(f"  overlap, m = {m}, probe at " + ", ".join(overlaps))
+
+
 def worth(nodes: WalkedNodes, temperature: float, price: float) -> dict[str, Values]:
     """[n] per choice of m: true chances less prices of the slots that the curves think worth their place."""
     curves = load_weights("embedded").at(temperature)
@@ -104,6 +116,7 @@ def main() -> None:
         nodes = nodes_at(decoder, prompts, temperature)
         count = len(nodes.requests)
         print(f"T = {temperature}: {count} nodes")
+        sharpened(nodes)
         explained(nodes, np.random.default_rng(0).random(count) < 0.5)
         for price in PRICES:
             values = worth(nodes, temperature, price)
