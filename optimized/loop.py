@@ -84,6 +84,7 @@ class BatchLoop:
         drafting = Drafting(self.drafter, config.depth, self.backend.growth, clock)
         weighted: RheoConfig | None = None  # with the weights learned so far
         noises: list[StepNoise] = []
+        spent = sum(clock.seconds.values())
         committed: Committed | None = None  # None: the caches do not hold the texts
         while True:
             clock.enter("sampling")
@@ -133,8 +134,9 @@ class BatchLoop:
             if self.calibrator is not None:
                 failed = laws.bad | trees.draft_failed
                 self.calibrator.observe(trees, walk, laws.kept or [], config.branching, sampling.temperatures, failed)
+            before, spent = spent, sum(clock.seconds.values())
             if self.sizing is not None and step > 0:
-                self.sizing.observe(trees, walk)
+                self.sizing.observe(trees, walk, spent - before)
             keep = [b for b, request in enumerate(live) if not request.done]
             if not keep:
                 return

@@ -8,6 +8,7 @@ drafted. Both thresholds follow from earlier steps only, before a step's probes 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -21,8 +22,9 @@ from reference.api import RheoConfig
 MEMORY = 32.0  # steps: what was seen so long ago counts for 1/e
 TRIAL = 8  # drafted steps before speculation may be turned off
 SHORTEST_PAUSE, LONGEST_PAUSE = 16, 1024  # steps without a draft
-PRIOR_STEPS = 8.0  # what the assumptions below count for
-PRIOR_GAIN = 0.5  # of a level: the chances it adds up to, over that of the best node above it
+PRIOR_STEPS = 8.0  # what the assumptions below count for: costs as measured, scores that keep their promise, and
+PRIOR_GAIN = 0.5  # what a level adds up to, over the chance of the best node above it
+LONGEST_STEP = 2.0  # what takes longer, in the costs expected, is no step's: a first look at a prompt
 
 
 class Sizing(Protocol):
@@ -31,8 +33,8 @@ class Sizing(Protocol):
     def shape(self, config: RheoConfig, batch: int) -> RheoConfig | None:
         """The shape of the next step's trees for so many requests; None drafts for nobody."""
 
-    def observe(self, trees: TreeBatch, walk: VerifyBatch) -> None:
-        """What became of that step."""
+    def observe(self, trees: TreeBatch, walk: VerifyBatch, seconds: float) -> None:
+        """What became of that step, and what it took."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,41 @@ class StepCosts:
         return self.base + self.node * nodes + self.level * levels
 
 
+class _Ratio:
+    """What was seen over what was expected, of late; ``prior`` before anything is."""
+
+    def __init__(self, prior: float = 1.0) -> None:
+        self._prior, self._seen, self._expected = prior, 0.0, 0.0
+
+    def add(self, seen: float, expected: float) -> None:
+        keep = 1 - 1 / MEMORY
+        self._seen, self._expected = keep * self._seen + seen, keep * self._expected + expected
+
+    @property
+    def value(self) -> float:
+        """The ratio."""
+        return (self._prior * PRIOR_STEPS + self._seen) / (PRIOR_STEPS + self._expected)
+
+
+class _Pace:
+    """How steps of one batch size went."""
+
+    def __init__(self) -> None:
+        self.steps = self.nodes = self.levels = self.promised = 0.0  # sums over drafted steps, older ones counting less
+        self.drafted = 0  # steps since speculation was turned on
+        self.left, self.pause = 0, SHORTEST_PAUSE  # steps without a draft
+
+    def add(self, nodes: float, levels: float, promised: float) -> None:
+        keep = 1 - 1 / MEMORY
+        self.steps, self.nodes, self.levels = (
+            keep * self.steps + 1,
+            keep * self.nodes + nodes,
+            keep * self.levels + levels,
+        )
+        self.promised = keep * self.promised + promised
+        self.drafted += 1
+
+
 class TreeSizer:
     """Sets the two thresholds, and turns drafting off for a while where it does not pay.
 
@@ -69,69 +106,59 @@ class TreeSizer:
     def __init__(self, costs: Callable[[int], StepCosts]) -> None:
         self.costs = costs
         self.requests = 0
-        self._steps = self._nodes = self._levels = 0.0  # sums over steps, older ones counting less
-        self._promised = self._accepted = 0.0  # tokens per request, by the scores and by the walks
-        self._gains = self._bests = 0.0  # of levels
-        self._drafted = 0  # steps since speculation was turned on
-        self._batch = 0
+        self._paces: defaultdict[int, _Pace] = defaultdict(_Pace)  # by the number of requests
+        self._honesty = _Ratio()  # accepted of what the scores promise
+        self._gain = _Ratio(PRIOR_GAIN)  # of a level
+        self._slowness = {True: _Ratio(), False: _Ratio()}  # of steps with and without a draft
         self._threshold = 0.0  # of a level, in the last step
-        self._left, self._pause = 0, SHORTEST_PAUSE  # steps
 
     def shape(self, config: RheoConfig, batch: int) -> RheoConfig | None:
         """The configuration with its thresholds; None while drafting does not pay."""
-        costs = self.costs(batch)
-        if batch < self._batch:  # the next batch mates' absence makes trees cheaper: try again
-            self._left, self._pause, self._drafted = 0, SHORTEST_PAUSE, 0
-        self._batch = batch
-        if self._left > 0:
-            self._left -= 1
+        pace, costs = self._paces[batch], self._costs(batch)
+        if pace.left > 0:
+            pace.left -= 1
             return None
-        speed = self._speed(costs)
-        if self._drafted >= TRIAL:
+        speed = self._speed(pace, costs)
+        if pace.drafted >= TRIAL:
             if speed < 1 / costs.plain:
-                self._left, self._drafted = self._pause - 1, 0
-                self._pause = min(2 * self._pause, LONGEST_PAUSE)
+                pace.left, pace.drafted = pace.pause - 1, 0
+                pace.pause = min(2 * pace.pause, LONGEST_PAUSE)
                 return None
-            self._pause = SHORTEST_PAUSE
-        worth = max(speed, 1 / costs.plain) / self._honesty()  # of a second, in scores
-        self._threshold = min(worth * costs.level / self._gain(), 1.0)
+            pace.pause = SHORTEST_PAUSE
+        worth = max(speed, 1 / costs.plain) / self._honesty.value  # of a second, in scores
+        self._threshold = min(worth * costs.level / self._gain.value, 1.0)
         return replace(config, score_threshold=min(worth * costs.node, 1.0), level_threshold=self._threshold)
 
-    def observe(self, trees: TreeBatch, walk: VerifyBatch) -> None:
-        """Learn from a step; one without a draft teaches nothing."""
-        if trees.rows == 1 and trees.depth == 0:
+    def observe(self, trees: TreeBatch, walk: VerifyBatch, seconds: float) -> None:
+        """Learn from a step."""
+        costs = self.costs(trees.batch_size)
+        drafted = trees.depth > 0
+        expected = costs.seconds(trees.rows - 1, trees.depth - 1) if drafted else costs.plain
+        self._slowness[drafted].add(min(seconds / expected, LONGEST_STEP), 1.0)
+        if not drafted:
             return
-        chances = trees.log_scores.exp().nan_to_num(0.0)
+        chances = trees.log_scores.exp().nan_to_num(0.0).where(trees.parents >= 0, 0.0)
         by_level = torch.zeros(trees.batch_size, trees.depth + 1, dtype=chances.dtype, device=chances.device)
-        sums = by_level.scatter_add(1, trees.depths, chances.where(trees.parents >= 0, 0.0))
-        bests = by_level.scatter_reduce(1, trees.depths, chances.where(trees.parents >= 0, 0.0), "amax")
+        sums = by_level.scatter_add(1, trees.depths, chances)
+        bests = by_level.scatter_reduce(1, trees.depths, chances, "amax")
         went_on = bests[:, 1:-1] >= self._threshold  # and was above another level
         seen = [sums[:, 1:].sum(), (walk.counts - 1).sum(), sums[:, 2:].sum(), bests[:, 1:-1].where(went_on, 0.0).sum()]
-        promised, accepted, gains, best = torch.stack(seen).tolist()
-        keep = 1 - 1 / MEMORY
-        for name, value in (
-            ("_steps", 1.0),
-            ("_nodes", trees.rows - 1),
-            ("_levels", trees.depth - 1),
-            ("_promised", promised / trees.batch_size),
-            ("_accepted", accepted / trees.batch_size),
-            ("_gains", gains / trees.batch_size),
-            ("_bests", best / trees.batch_size),
-        ):
-            setattr(self, name, keep * getattr(self, name) + value)
-        self._drafted += 1
+        promised, accepted, gains, best = (torch.stack(seen) / trees.batch_size).tolist()
+        self._paces[trees.batch_size].add(trees.rows - 1, trees.depth - 1, promised)
+        self._honesty.add(accepted, promised)
+        self._gain.add(gains, best)
 
-    def _speed(self, costs: StepCosts) -> float:
+    def _costs(self, batch: int) -> StepCosts:
+        """As measured, times what steps of late took longer."""
+        costs = self.costs(batch)
+        slower = self._slowness[True].value
+        return StepCosts(
+            costs.plain * self._slowness[False].value, costs.base * slower, costs.node * slower, costs.level * slower
+        )
+
+    def _speed(self, pace: _Pace, costs: StepCosts) -> float:
         """Tokens per second and request with the trees of late; what plain decoding does before there are any."""
-        if self._steps == 0:
+        if pace.steps == 0:
             return 1 / costs.plain
-        emitted = 1 + self._honesty() * self._promised / self._steps
-        return emitted / costs.seconds(self._nodes / self._steps, self._levels / self._steps)
-
-    def _honesty(self) -> float:
-        """What is accepted of what the scores promise."""
-        return (PRIOR_STEPS + self._accepted) / (PRIOR_STEPS + self._promised)
-
-    def _gain(self) -> float:
-        """What a level adds up to, in chances of the best node above it."""
-        return (PRIOR_GAIN * PRIOR_STEPS + self._gains) / (PRIOR_STEPS + self._bests)
+        emitted = 1 + self._honesty.value * pace.promised / pace.steps
+        return emitted / costs.seconds(pace.nodes / pace.steps, pace.levels / pace.steps)

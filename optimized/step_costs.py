@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
@@ -83,7 +82,6 @@ def measure_costs(
         for _ in loop.run(requests):
             if stopwatch.done:
                 break
-        stopwatch.interrupt()
     return stopwatch.costs()
 
 
@@ -96,34 +94,27 @@ def _shapes(config: RheoConfig, batch: int) -> list[RheoConfig | None]:
 
 
 class _Stopwatch:
-    """A ``Sizing`` that goes round some shapes and times the steps."""
+    """A ``Sizing`` that goes round some shapes and keeps what steps take."""
 
     def __init__(self, shapes: list[RheoConfig | None]) -> None:
         self._shapes = shapes
         self._seconds: list[list[float]] = [[] for _ in shapes]
         self._dims = [(0, 0)] * len(shapes)
         self._turn = 0
-        self._since: float | None = None
 
     @property
     def done(self) -> bool:
         return self._turn >= ROUNDS * len(self._shapes)
 
-    def interrupt(self) -> None:
-        """The time until the next step is not a step's."""
-        self._since = None
-
     def shape(self, config: RheoConfig, batch: int) -> RheoConfig | None:
-        now = time.perf_counter()
-        if self._since is not None:
-            if self._turn >= len(self._shapes):
-                self._seconds[self._turn % len(self._shapes)].append(now - self._since)
-            self._turn += 1
-        self._since = time.perf_counter()
         return self._shapes[self._turn % len(self._shapes)]
 
-    def observe(self, trees: TreeBatch, walk: VerifyBatch) -> None:
-        self._dims[self._turn % len(self._shapes)] = (trees.rows - 1, trees.depth - 1)
+    def observe(self, trees: TreeBatch, walk: VerifyBatch, seconds: float) -> None:
+        which = self._turn % len(self._shapes)
+        self._dims[which] = (trees.rows - 1, trees.depth - 1)
+        if self._turn >= len(self._shapes):  # the first round only warms up
+            self._seconds[which].append(seconds)
+        self._turn += 1
 
     def costs(self) -> StepCosts:
         plain, *drafted = (median(times) for times in self._seconds)

@@ -30,7 +30,7 @@ COSTS = StepCosts(plain=1.0, base=1.1, node=0.1, level=0.2)
 
 
 def step(scores: list[float], accepted: int) -> tuple[TreeBatch, VerifyBatch]:
-    """A chain of nodes with these path scores, of which the walk took some."""
+    """A chain of nodes with these path scores, of which the walk took some; without any, a step without a draft."""
     n = len(scores)
     tree = DraftTree(
         token_ids=(-1, *range(n)),
@@ -61,7 +61,7 @@ def test_thresholds_follow_what_is_seen() -> None:
     for turn in range(500):
         shape = sizer.shape(AUTO, 1)
         assert shape is not None
-        sizer.observe(*step([0.8, 0.4], accepted=2 if turn % 5 < 3 else 0))
+        sizer.observe(*step([0.8, 0.4], accepted=2 if turn % 5 < 3 else 0), seconds=1.5)
     worth = 2.2 / (1.1 + 0.1 * 2 + 0.2 * 1)
     assert shape.score_threshold == pytest.approx(worth * 0.1, rel=0.1)
     assert shape.level_threshold == pytest.approx(worth * 0.2 / 0.5, rel=0.1)
@@ -71,18 +71,32 @@ def test_scores_that_promise_too_much_are_discounted() -> None:
     sizer = TreeSizer(lambda batch: replace(COSTS, base=0.1))
     for turn in range(500):
         shape = sizer.shape(AUTO, 1)
-        sizer.observe(*step([0.8, 0.4], accepted=turn % 5 == 0))
+        sizer.observe(*step([0.8, 0.4], accepted=turn % 5 == 0), seconds=0.5)
     assert shape is not None
     worth = 1.2 / (0.1 + 0.2 + 0.2) * (1.2 / 0.2)  # a sixth of what was promised, up to the prior
     assert 0.5 < shape.score_threshold / (worth * 0.1) < 1
 
 
+def drafts(
+    sizer: TreeSizer, steps: int, scores: list[float], accepted: int, batch: int = 1, **seconds: float
+) -> list[bool]:
+    """Which of so many steps had a draft."""
+    drafted = []
+    for _ in range(steps):
+        drafted.append(sizer.shape(AUTO, batch) is not None)
+        trees, walk = step(scores, accepted) if drafted[-1] else step([], 0)
+        usual = COSTS.seconds(trees.rows - 1, trees.depth - 1) if drafted[-1] else COSTS.plain
+        trees = replace(trees, **{name: torch.cat([getattr(trees, name)] * batch) for name in TREE_TENSORS})
+        walk = replace(walk, counts=torch.cat([walk.counts] * batch))
+        sizer.observe(trees, walk, seconds.get("drafted" if drafted[-1] else "plain", usual))
+    return drafted
+
+
+TREE_TENSORS = ("token_ids", "parents", "depths", "slots", "is_probe", "log_scores")
+
+
 def test_drafting_that_does_not_pay_is_turned_off_and_tried_again() -> None:
-    sizer, drafted = TreeSizer(lambda batch: COSTS), []
-    for _ in range(6000):
-        drafted.append(sizer.shape(AUTO, 1) is not None)
-        if drafted[-1]:
-            sizer.observe(*step([0.1, 0.01], accepted=0))
+    drafted = drafts(TreeSizer(lambda batch: COSTS), 6000, [0.1, 0.01], accepted=0)
     assert drafted[:TRIAL] == [True] * TRIAL
     assert drafted[TRIAL : TRIAL + SHORTEST_PAUSE] == [False] * SHORTEST_PAUSE
     assert drafted[TRIAL + SHORTEST_PAUSE]
@@ -91,18 +105,22 @@ def test_drafting_that_does_not_pay_is_turned_off_and_tried_again() -> None:
 
 
 def test_drafting_that_pays_is_never_turned_off() -> None:
-    sizer = TreeSizer(lambda batch: COSTS)
-    for _ in range(300):
-        assert sizer.shape(AUTO, 1) is not None
-        sizer.observe(*step([0.8, 0.6], accepted=1))
+    assert all(drafts(TreeSizer(lambda batch: COSTS), 300, [0.8, 0.6], accepted=1))
 
 
-def test_a_smaller_batch_ends_a_pause() -> None:
-    sizer = TreeSizer(lambda batch: replace(COSTS, base=1.0 + 0.5 * batch))
-    while sizer.shape(AUTO, 8) is not None:
-        sizer.observe(*step([0.6, 0.3], accepted=1))
-    assert sizer.shape(AUTO, 8) is None
-    assert sizer.shape(AUTO, 7) is not None
+def test_steps_that_take_longer_than_was_measured_count_as_they_are() -> None:
+    """By the measured costs 1.9 tokens in 1.5 s pay; drafted steps that take 2.5 s do not, unless plain ones do too."""
+    paying = {"scores": [0.6, 0.3], "accepted": 1}
+    assert all(drafts(TreeSizer(lambda batch: COSTS), 300, **paying))
+    assert sum(drafts(TreeSizer(lambda batch: COSTS), 300, **paying, drafted=2.5)) < 100
+    slow = drafts(TreeSizer(lambda batch: COSTS), 900, **paying, drafted=2.5, plain=1.7)
+    assert all(slow[-200:])
+
+
+def test_every_batch_size_has_a_pace_of_its_own() -> None:
+    sizer = TreeSizer(lambda batch: replace(COSTS, base=0.8 + 0.2 * batch))
+    assert sum(drafts(sizer, 200, [0.6, 0.3], 1, batch=8, drafted=2.8)) < 60
+    assert all(drafts(sizer, 20, [0.6, 0.3], 1, batch=1, drafted=1.4))
 
 
 def test_costs_are_measured_once_and_read_in_between() -> None:
@@ -157,8 +175,8 @@ class Alternating:
             return None
         return replace(config, score_threshold=0.02 * (self._turn % 3), level_threshold=0.1 * (self._turn % 4))
 
-    def observe(self, trees: TreeBatch, walk: VerifyBatch) -> None:
-        pass
+    def observe(self, trees: TreeBatch, walk: VerifyBatch, seconds: float) -> None:
+        assert seconds > 0
 
 
 def alternating(decoder: RheoDecoder) -> RheoDecoder:
