@@ -8,7 +8,6 @@ drafted. Both thresholds follow from earlier steps only, before a step's probes 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -20,8 +19,8 @@ from optimized.verification import VerifyBatch
 from reference.api import RheoConfig
 
 MEMORY = 32.0  # steps: what was seen so long ago counts for 1/e
-TRIAL = 8  # drafted steps before speculation may be turned off
-SHORTEST_PAUSE, LONGEST_PAUSE = 16, 1024  # steps without a draft
+TRIAL = 8  # requests' drafted steps before speculation may be turned off
+SHORTEST_PAUSE, LONGEST_PAUSE = 32, 1024  # steps without a draft
 PRIOR_STEPS = 8.0  # what the assumptions below count for: costs as measured, scores that keep their promise, and
 PRIOR_GAIN = 0.5  # what a level adds up to, over the chance of the best node above it
 LONGEST_STEP = 2.0  # what takes longer, in the costs expected, is no step's: a first look at a prompt
@@ -74,23 +73,31 @@ class _Ratio:
         return (self._prior * PRIOR_STEPS + self._seen) / (PRIOR_STEPS + self._expected)
 
 
+@dataclass
 class _Pace:
-    """How steps of one batch size went."""
+    """How the steps of one batch size went: sums over drafted steps, older ones counting less, and what follows.
 
-    def __init__(self) -> None:
-        self.steps = self.nodes = self.levels = self.promised = 0.0  # sums over drafted steps, older ones counting less
-        self.drafted = 0  # steps since speculation was turned on
-        self.left, self.pause = 0, SHORTEST_PAUSE  # steps without a draft
+    Attributes:
+        steps, nodes, levels, promised: one, the rows and the further levels of the trees, tokens per request.
+        tried: requests' steps since speculation was turned on.
+        left: steps without a draft that are still to come.
+        pause: how many there will be the next time.
+    """
+
+    steps: float = 0.0
+    nodes: float = 0.0
+    levels: float = 0.0
+    promised: float = 0.0
+    tried: int = 0
+    left: int = 0
+    pause: int = SHORTEST_PAUSE
 
     def add(self, nodes: float, levels: float, promised: float) -> None:
         keep = 1 - 1 / MEMORY
-        self.steps, self.nodes, self.levels = (
-            keep * self.steps + 1,
-            keep * self.nodes + nodes,
-            keep * self.levels + levels,
-        )
+        self.steps = keep * self.steps + 1
+        self.nodes = keep * self.nodes + nodes
+        self.levels = keep * self.levels + levels
         self.promised = keep * self.promised + promised
-        self.drafted += 1
 
 
 class TreeSizer:
@@ -106,7 +113,7 @@ class TreeSizer:
     def __init__(self, costs: Callable[[int], StepCosts]) -> None:
         self.costs = costs
         self.requests = 0
-        self._paces: defaultdict[int, _Pace] = defaultdict(_Pace)  # by the number of requests
+        self._paces: dict[int, _Pace] = {}  # by the number of requests
         self._honesty = _Ratio()  # accepted of what the scores promise
         self._gain = _Ratio(PRIOR_GAIN)  # of a level
         self._slowness = {True: _Ratio(), False: _Ratio()}  # of steps with and without a draft
@@ -114,17 +121,18 @@ class TreeSizer:
 
     def shape(self, config: RheoConfig, batch: int) -> RheoConfig | None:
         """The configuration with its thresholds; None while drafting does not pay."""
-        pace, costs = self._paces[batch], self._costs(batch)
+        pace, costs = self._pace(batch), self._costs(batch)
         if pace.left > 0:
             pace.left -= 1
             return None
         speed = self._speed(pace, costs)
-        if pace.drafted >= TRIAL:
+        if pace.tried >= TRIAL:
             if speed < 1 / costs.plain:
-                pace.left, pace.drafted = pace.pause - 1, 0
+                pace.left, pace.tried = pace.pause - 1, 0
                 pace.pause = min(2 * pace.pause, LONGEST_PAUSE)
                 return None
             pace.pause = SHORTEST_PAUSE
+        pace.tried += batch
         worth = max(speed, 1 / costs.plain) / self._honesty.value  # of a second, in scores
         self._threshold = min(worth * costs.level / self._gain.value, 1.0)
         return replace(config, score_threshold=min(worth * costs.node, 1.0), level_threshold=self._threshold)
@@ -144,9 +152,16 @@ class TreeSizer:
         went_on = bests[:, 1:-1] >= self._threshold  # and was above another level
         seen = [sums[:, 1:].sum(), (walk.counts - 1).sum(), sums[:, 2:].sum(), bests[:, 1:-1].where(went_on, 0.0).sum()]
         promised, accepted, gains, best = (torch.stack(seen) / trees.batch_size).tolist()
-        self._paces[trees.batch_size].add(trees.rows - 1, trees.depth - 1, promised)
+        self._pace(trees.batch_size).add(trees.rows - 1, trees.depth - 1, promised)
         self._honesty.add(accepted, promised)
         self._gain.add(gains, best)
+
+    def _pace(self, batch: int) -> _Pace:
+        """A batch size that is new goes by what was seen of the nearest one, at its own costs."""
+        if batch not in self._paces:
+            nearest = min(self._paces, key=lambda known: abs(known - batch), default=None)
+            self._paces[batch] = _Pace() if nearest is None else replace(self._paces[nearest], left=0, tried=TRIAL)
+        return self._paces[batch]
 
     def _costs(self, batch: int) -> StepCosts:
         """As measured, times what steps of late took longer."""

@@ -44,7 +44,8 @@ def row(
         "prompt_seconds": 0.5, "target_seconds": 1.5, "draft_seconds": 0.3, "sampling_seconds": 0.1,
         "other_seconds": 0.1, "finish_reason": "length", "text_crc": "0", "place": 0, "target": "t", "draft": "d",
         "dtype": "float32", "device": "cpu", "threads": 1, "machine": "m", "max_new_tokens": 16, "contexts": 2,
-        "backend": "torch", "texts": "timed", "batch_size": 1, "questions": "q", "version": "1", "commit": "c",
+        "backend": "torch", "texts": "timed", "batch_size": 1,
+            "min_new_tokens": 0, "questions": "q", "version": "1", "commit": "c",
     }  # fmt: skip
     if method.name == "generate":
         values |= dict.fromkeys(("passes", "emitted", "tau", "target_seconds", "draft_seconds"))

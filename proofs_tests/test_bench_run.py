@@ -182,7 +182,7 @@ def test_conversations_go_on_with_the_plain_text_for_every_method(
 
 
 def some_settings(**changes: Any) -> RunSettings:
-    return replace(RunSettings("t", "d", "float32", "cpu", 1, "m", 5, 2, "timed", 1), **changes)
+    return replace(RunSettings("t", "d", "float32", "cpu", 1, "m", 5, 2, "timed", 1, 0), **changes)
 
 
 def test_a_killed_run_goes_on_to_the_same_rows(undisturbed: Path, tmp_path: Path, tiny: None) -> None:
@@ -246,7 +246,7 @@ def test_other_settings_are_refused_by_name(undisturbed: Path, tmp_path: Path, t
         assert f"line 2: measured with {what}; use the same, or another --out" in " ".join(result.stderr.split())
     rows = read_rows(out)
     for item in fields(RunSettings):
-        changed = replace(rows[0].run_settings, **{item.name: getattr(rows[0], item.name) * 2})
+        changed = replace(rows[0].run_settings, **{item.name: getattr(rows[0], item.name) * 2 or 1})
         with pytest.raises(ValueError, match=f"measured with {item.name.replace('_', ' ')} "):
             RowStore(out, changed, {})
     with pytest.raises(ValueError, match="the questions of chats have changed since"):
@@ -378,6 +378,12 @@ def test_a_batch_asks_side_by_side_and_a_torn_one_is_asked_again(undisturbed: Pa
     result = rheo_bench(tmp_path / "torn.csv", sets, *options, "--batch-size", "3")
     assert result.exit_code == 0, result.output
     assert {row.key for row in read_rows(tmp_path / "torn.csv")} == rows[3].keys()
+    out = tmp_path / "long.csv"
+    result = rheo_bench(out, sets, "--methods", "generate,plain", "-n", "20", "--min-new-tokens", "20")
+    assert result.exit_code == 0, result.output
+    assert {row.tokens for row in read_rows(out)} == {20}
+    result = rheo_bench(tmp_path / "no.csv", sets, "--methods", "plain", "-n", "5", "--min-new-tokens", "20")
+    assert "--min-new-tokens 20 is more than --max-new-tokens 5" in " ".join(result.output.split())
     result = rheo_bench(tmp_path / "no.csv", sets, "--methods", "generate", "--batch-size", "2")
     assert "generate takes one request at a time" in result.output
 

@@ -22,7 +22,7 @@ from proofs_tests.statistics import Family
 from proofs_tests.tiny_pairs import FEATURE_LAYERS, MAKERS, eagle_decoder, eagle_head, llama
 from proofs_tests.toy import random_logits
 from proofs_tests.toy_models import PathDrafter, PathTarget, text_counts, text_law
-from reference.api import MOST_NODES, RheoConfig
+from reference.api import RheoConfig
 from reference.tree import DraftTree
 
 AUTO = RheoConfig(lead_tokens="auto", branching=3, depth=3, tree_size="auto", weights=prior_weights())
@@ -118,8 +118,10 @@ def test_steps_that_take_longer_than_was_measured_count_as_they_are() -> None:
 
 
 def test_every_batch_size_has_a_pace_of_its_own() -> None:
+    """A new one is judged by what was seen of another, at its own costs: no trial where drafting cannot pay."""
     sizer = TreeSizer(lambda batch: replace(COSTS, base=0.8 + 0.2 * batch))
     assert sum(drafts(sizer, 200, [0.6, 0.3], 1, batch=8, drafted=2.8)) < 60
+    assert not any(drafts(sizer, 20, [0.6, 0.3], 1, batch=7, drafted=2.6))
     assert all(drafts(sizer, 20, [0.6, 0.3], 1, batch=1, drafted=1.4))
 
 
@@ -152,8 +154,6 @@ def test_a_decoder_measures_its_steps_and_keeps_greedy_texts(kind: str, one_thre
     assert sized._costs(3).base > sized._costs(3).node
     assert sized.sizer is not None
     assert sized.sizer.requests == 3
-    [tree, _] = sized.trace([5, 6, 7], steps=1)[0]
-    assert 1 <= len(tree) <= MOST_NODES + 1
 
 
 def test_an_automatic_size_wants_nothing_of_plain_decoding() -> None:

@@ -29,6 +29,7 @@ class RunSettings:
         contexts: on how many positions of a text the expected acceptance length is taken.
         texts: "timed", or "none" when the methods wrote none and only their expected acceptance length was taken.
         batch_size: how many questions of a set were asked side by side.
+        min_new_tokens: at least so many per turn.
     """
 
     target: str
@@ -41,6 +42,7 @@ class RunSettings:
     contexts: int
     texts: str
     batch_size: int
+    min_new_tokens: int
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Row:
         text_crc: CRC-32 of the generated token ids, to tell texts apart.
         place: when it ran among the methods of its turn, from 0.
         backend: that did its sampling side; "" for ``generate``.
-        target ... batch_size: see ``RunSettings``.
+        target ... min_new_tokens: see ``RunSettings``.
         questions: digest of the set's file.
         version, commit: of this software; commit is "" outside a checkout.
     """
@@ -127,6 +129,7 @@ class Row:
     contexts: int
     texts: str
     batch_size: int
+    min_new_tokens: int
     questions: str
     version: str
     commit: str

@@ -34,6 +34,7 @@ class Plan:
         max_new_tokens: per turn.
         contexts: positions of a text for the expected acceptance length; 0 leaves it out.
         batch_size: how many questions of a set are asked side by side.
+        min_new_tokens: per turn.
     """
 
     sets: tuple[QuestionSet, ...]
@@ -43,6 +44,7 @@ class Plan:
     max_new_tokens: int
     contexts: int
     batch_size: int = 1
+    min_new_tokens: int = 0
 
     def conversations(self) -> Iterator[tuple[int, tuple[Question, ...], float, int]]:
         """(turns before them, questions, temperature, seed): every set's first questions before any later ones, so that
@@ -144,7 +146,12 @@ class Bench:
                 prompts.append(self.decoder.chat_prompt(messages[question]))
                 own = derived_seed(seed, question.set_name, question.question_id, turn)
                 params.append(
-                    SamplingParams(temperature=temperature, seed=own, max_new_tokens=self.plan.max_new_tokens)
+                    SamplingParams(
+                        temperature=temperature,
+                        seed=own,
+                        max_new_tokens=self.plan.max_new_tokens,
+                        min_new_tokens=self.plan.min_new_tokens,
+                    )
                 )
 
             answers: dict[Method, list[Answer]] = {}

@@ -121,7 +121,11 @@ def hf_generate(decoder: RheoDecoder, prompt: Sequence[int], params: SamplingPar
     # A fresh configuration: the checkpoint's own may hold penalties and filters, which would be another law.
     eos = list(target.eos_token_ids)
     config = GenerationConfig(
-        **how, max_new_tokens=params.max_new_tokens, eos_token_id=eos or None, pad_token_id=eos[0] if eos else None
+        **how,
+        max_new_tokens=params.max_new_tokens,
+        min_new_tokens=params.min_new_tokens or None,
+        eos_token_id=eos or None,
+        pad_token_id=eos[0] if eos else None,
     )
     inputs = torch.tensor([list(prompt)], device=target.device)
     stamps = _Stamps()

@@ -81,6 +81,12 @@ def bench(
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", help="At most so many per turn.", min=1, rich_help_panel=SAMPLING)
     ] = 64,
+    min_new_tokens: Annotated[
+        int,
+        typer.Option(
+            help="At least so many per turn, so that texts are equally long.", min=0, rich_help_panel=SAMPLING
+        ),
+    ] = 0,
     contexts: Annotated[
         int,
         typer.Option(help="Positions per text for the exact expected tau; 0: none.", min=0, rich_help_panel=OUTPUT),
@@ -116,6 +122,8 @@ def bench(
     )
     wanted_supports = support_sizes(supports)
     warmth = numbers("--temperatures", temperatures)
+    if min_new_tokens > max_new_tokens:
+        raise ValueError(f"--min-new-tokens {min_new_tokens} is more than --max-new-tokens {max_new_tokens}")
     if no_texts and not contexts:
         raise ValueError("--no-texts leaves nothing to measure without --contexts")
     found = methods_of(names, grid)  # refuses before the models are loaded
@@ -136,9 +144,11 @@ def bench(
 
         grid = replace(grid, draft_support=resolved(wanted_supports, decoder))
         methods_here = tuple(methods_of(names, grid))
-        plan = Plan(tuple(sets), methods_here, warmth, tuple(range(seeds)), max_new_tokens, contexts, batch_size)
+        plan = Plan(
+            tuple(sets), methods_here, warmth, tuple(range(seeds)), max_new_tokens, contexts, batch_size, min_new_tokens
+        )
         texts = "none" if no_texts else "timed"
-        settings = run_settings(decoder, models, max_new_tokens, contexts, texts, batch_size)
+        settings = run_settings(decoder, models, max_new_tokens, contexts, texts, batch_size, min_new_tokens)
         provenance = Provenance.here()
         measuring = Bench(decoder, plan, settings, provenance)
         with RowStore(output, settings, {one.name: one.digest for one in sets}) as store:
@@ -176,6 +186,7 @@ def run_settings(
     contexts: int,
     texts: str = "timed",
     batch_size: int = 1,
+    min_new_tokens: int = 0,
 ) -> RunSettings:
     """What all rows of this run share."""
     import torch
@@ -194,6 +205,7 @@ def run_settings(
         contexts=contexts,
         texts=texts,
         batch_size=batch_size,
+        min_new_tokens=min_new_tokens,
     )
 
 
