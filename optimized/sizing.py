@@ -18,7 +18,8 @@ from optimized.trees import TreeBatch
 from optimized.verification import VerifyBatch
 from reference.api import RheoConfig
 
-MEMORY = 32.0  # steps: what was seen so long ago counts for 1/e
+MEMORY = 32.0  # steps: what was seen so long ago counts for 1/e; for what is the same on every machine and batch,
+LONG_MEMORY = 256.0  # since one step's walk says little
 TRIAL = 8  # requests' drafted steps before speculation may be turned off
 SHORTEST_PAUSE, LONGEST_PAUSE = 32, 1024  # steps without a draft
 PRIOR_STEPS = 8.0  # what the assumptions below count for: costs as measured, scores that keep their promise, and
@@ -58,19 +59,19 @@ class StepCosts:
 
 
 class _Ratio:
-    """What was seen over what was expected, of late; ``prior`` before anything is."""
+    """What was seen over what was expected, of late; at first ``assumed``, as if seen in ``PRIOR_STEPS``."""
 
-    def __init__(self, prior: float = 1.0) -> None:
-        self._prior, self._seen, self._expected = prior, 0.0, 0.0
+    def __init__(self, assumed: float, memory: float) -> None:
+        self._seen, self._expected, self._memory = assumed * PRIOR_STEPS, PRIOR_STEPS, memory
 
     def add(self, seen: float, expected: float) -> None:
-        keep = 1 - 1 / MEMORY
+        keep = 1 - 1 / self._memory
         self._seen, self._expected = keep * self._seen + seen, keep * self._expected + expected
 
     @property
     def value(self) -> float:
         """The ratio."""
-        return (self._prior * PRIOR_STEPS + self._seen) / (PRIOR_STEPS + self._expected)
+        return self._seen / self._expected
 
 
 @dataclass
@@ -114,9 +115,9 @@ class TreeSizer:
         self.costs = costs
         self.requests = 0
         self._paces: dict[int, _Pace] = {}  # by the number of requests
-        self._honesty = _Ratio()  # accepted of what the scores promise
-        self._gain = _Ratio(PRIOR_GAIN)  # of a level
-        self._slowness = {True: _Ratio(), False: _Ratio()}  # of steps with and without a draft
+        self._honesty = _Ratio(1.0, LONG_MEMORY)  # accepted of what the scores promise
+        self._gain = _Ratio(PRIOR_GAIN, LONG_MEMORY)  # of a level
+        self._slowness = {True: _Ratio(1.0, MEMORY), False: _Ratio(1.0, MEMORY)}  # of steps with and without a draft
         self._threshold = 0.0  # of a level, in the last step
 
     def shape(self, config: RheoConfig, batch: int) -> RheoConfig | None:
@@ -154,7 +155,8 @@ class TreeSizer:
         promised, accepted, gains, best = (torch.stack(seen) / trees.batch_size).tolist()
         self._pace(trees.batch_size).add(trees.rows - 1, trees.depth - 1, promised)
         self._honesty.add(accepted, promised)
-        self._gain.add(gains, best)
+        # Where levels are not tried, what they would add drifts back to what is assumed, until they are.
+        self._gain.add(*((gains, best) if best > 0 else (PRIOR_GAIN / LONG_MEMORY, 1 / LONG_MEMORY)))
 
     def _pace(self, batch: int) -> _Pace:
         """A batch size that is new goes by what was seen of the nearest one, at its own costs."""

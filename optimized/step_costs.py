@@ -21,7 +21,7 @@ from optimized.trees import TreeBatch
 from optimized.verification import VerifyBatch
 from reference.api import RheoConfig
 
-ROUNDS = 5  # of all shapes; the first only warms up
+ROUNDS = 7  # of all shapes; the first only warms up
 PROMPT_TOKENS = 64
 MOST_ROWS = 256  # of all requests together: larger passes say nothing new and take long
 SHORTEST = 1e-6  # seconds; what a measurement finds to cost less costs so much
