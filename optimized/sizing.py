@@ -18,13 +18,13 @@ from optimized.trees import TreeBatch
 from optimized.verification import VerifyBatch
 from reference.api import RheoConfig
 
-MEMORY = 32.0  # steps: what was seen so long ago counts for 1/e; for what is the same on every machine and batch,
-LONG_MEMORY = 256.0  # since one step's walk says little
+MEMORY = 32.0  # steps: of times and trees, what was seen so long ago counts for 1/e
+LONG_MEMORY = 256.0  # of what the walks made of promises, since one step says little
 TRIAL = 8  # requests' drafted steps before speculation may be turned off
 SHORTEST_PAUSE, LONGEST_PAUSE = 32, 1024  # steps without a draft
-PRIOR_STEPS = 8.0  # what the assumptions below count for: costs as measured, scores that keep their promise, and
+PRIOR_STEPS = 8.0  # what assumptions count for at first: costs as measured, scores that keep their promise, and
 PRIOR_GAIN = 0.5  # what a level adds up to, over the chance of the best node above it
-LONGEST_STEP = 2.0  # what takes longer, in the costs expected, is no step's: a first look at a prompt
+LONGEST_STEP = 2.0  # in what was expected; what takes longer is a first look at a prompt, and counts as so much
 
 
 class Sizing(Protocol):
