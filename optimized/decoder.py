@@ -37,7 +37,7 @@ class RheoDecoder:
     """Lossless speculative decoding: every text has exactly the distribution that the target model gives it.
 
     Given equal logits, a request's text depends on its prompt, its seed and its parameters alone, never on its batch
-    mates. A decoder runs one generation at a time; it is not thread-safe.
+    mates (but for what learns from them, below). A decoder runs one generation at a time; it is not thread-safe.
 
     Args:
         target: the model whose distribution is kept.
@@ -55,7 +55,7 @@ class RheoDecoder:
 
     With ``RheoConfig(tree_size="auto")`` a decoder measures what its steps cost, which takes some seconds before the
     first texts and before a batch that is larger than any so far, and grows trees as far as they pay. What a seed gives
-    then depends on the machine and on what was decoded before, as with a calibrator; the texts' law does not.
+    then depends on the machine, on its batch mates and on what was decoded before; the texts' law does not.
 
     Raises:
         ValueError: the drafter speaks of tokens that the target does not have, or reads features it does not give, or
@@ -233,18 +233,17 @@ class RheoDecoder:
 
         Where a model raises, the halves of the batch go on one after the other, and so on down to single requests: a
         request fails only if a model raises twice for it alone at the same step. Random numbers go on where they were,
-        so texts stay the same.
+        and a step is repeated with trees of the same shape, so texts stay the same.
         """
         clock = PhaseClock(self.target.device)
         for request in requests:
             request.begin()
-        waiting = [requests]
+        waiting: list[tuple[list[Request], tuple[RheoConfig | None] | None]] = [(requests, None)]
         while waiting:
-            batch = waiting.pop()
+            batch, repeated = waiting.pop()
+            models = (self.target, self.drafter, self.config, self.backend, self.calibrator)
+            loop = BatchLoop(*models, clock, self.sizer, repeated)
             try:
-                loop = BatchLoop(
-                    self.target, self.drafter, self.config, self.backend, self.calibrator, clock, self.sizer
-                )
                 yield from loop.run(batch)
             except Exception as error:  # whatever a model may raise: out of memory, a bug in a drafter of one's own
                 traceback.clear_frames(error.__traceback__)  # they hold what filled the memory
@@ -256,7 +255,7 @@ class RheoDecoder:
                     left[0].fail(f"{type(error).__name__}: {error}", error)
                 else:
                     half = len(left) // 2
-                    waiting += [part for part in (left[half:], left[:half]) if part]
+                    waiting += [(part, loop.unfinished) for part in (left[half:], left[:half]) if part]
 
     def _requests(self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
         """Check everything that can be checked before any work is done."""

@@ -23,7 +23,8 @@ from reference.tree import root_only
 class Drafting:
     """The trees of a batch. A request whose text outgrows the draft's context goes on with trees that are a root only.
 
-    Whether a request is drafted for depends on its own length alone, never on its batch mates.
+    Who is drafted for depends on a request's own length alone, never on its batch mates; whether a step has a draft at
+    all is the caller's choice.
 
     Args:
         drafter: None drafts for nobody.
@@ -53,6 +54,8 @@ class Drafting:
         if self._drafter is not None and staying and len(staying) < len(self._places):
             self._drafter.select(torch.tensor(staying, device=device))
         self._places = [new_place[self._places[row]] for row in staying]
+        if self._longest is not None:
+            self._longest = max((live[place].length - 1 for place in self._places), default=0)
         if self._unread and len(keep) < len(self._unread[0].counts):
             index = torch.tensor(keep, device=device)
             self._unread = [part.select(index) for part in self._unread]
@@ -61,8 +64,6 @@ class Drafting:
         """No draft in this step: roots only. The drafter reads what was committed when it is asked again."""
         if self._drafter is not None and self._places:
             self._unread.append(committed)
-            if self._longest is not None:
-                self._longest += 1
         return _roots(len(committed.counts), committed.counts.device)
 
     def trees(self, config: RheoConfig, committed: Committed, temperatures: Tensor, noise: StepNoise) -> TreeBatch:
@@ -89,7 +90,7 @@ class Drafting:
 
         clock.enter("draft")
         committed, self._unread = joined([*self._unread, committed]), []
-        mine = committed if index is None else committed.select(index).first(self._longest)
+        mine = (committed if index is None else committed.select(index)).first(self._longest)
         self._longest = None
         root_logits = spread(drafter.advance(mine.token_ids, mine.counts, mine.features))
         trees = grow_trees(

@@ -186,7 +186,7 @@ def prune(config: RheoConfig, levels: Sequence[LevelSlots], beams: Sequence[Beam
         draft_failed=any_failed(levels, beams),
         depth=len(levels),
         probes=min(config.probes, max(config.branching - config.fewest_leads, 1)),
-        law_rows=None if config.weights is None else row_of.gather(1, offer_of_expanded),
+        law_rows=None if config.weights is None else row_of.gather(1, offer_of_expanded) * _expanded(levels, beams),
         masses=None if config.weights is None else torch.cat([_given(slots.masses) for slots in levels], dim=1),
     )
 
@@ -199,9 +199,13 @@ def _given(masses: Tensor | None) -> Tensor:
 
 def any_failed(levels: Sequence[LevelSlots], beams: Sequence[Beam]) -> Tensor:
     """[batch] whether the draft failed at a node that was really expanded."""
-    expanded = [torch.ones_like(levels[0].failed), *(beam.nodes.valid for beam in beams)]
     failed = torch.cat([slots.failed for slots in levels], dim=1)
-    return (failed & torch.cat(expanded, dim=1)).any(dim=1)
+    return (failed & _expanded(levels, beams)).any(dim=1)
+
+
+def _expanded(levels: Sequence[LevelSlots], beams: Sequence[Beam]) -> Tensor:
+    """[batch, laws] which places among the expanded nodes are nodes, and not padding."""
+    return torch.cat([torch.ones_like(levels[0].failed), *(beam.nodes.valid for beam in beams)], dim=1)
 
 
 @dataclass(frozen=True)

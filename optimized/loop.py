@@ -40,6 +40,11 @@ class BatchLoop:
         calibrator: learns weights for later steps; None learns nothing.
         clock: where the time goes.
         sizing: decides how far trees grow; None leaves that to the configuration.
+        repeated: the shape of a step that broke off and is taken again, in a tuple: were it another one now, what
+            raised might have chosen it, and that may be the probes.
+
+    Attributes:
+        unfinished: the shape of the step that is being taken, in a tuple; None between steps.
     """
 
     def __init__(
@@ -51,9 +56,11 @@ class BatchLoop:
         calibrator: Calibrator | None,
         clock: PhaseClock,
         sizing: Sizing | None = None,
+        repeated: tuple[RheoConfig | None] | None = None,
     ) -> None:
         self.target, self.drafter, self.config = target, drafter, config
         self.backend, self.calibrator, self.clock, self.sizing = backend, calibrator, clock, sizing
+        self.unfinished = repeated
 
     @torch.inference_mode()
     def run(self, live: list[Request]) -> Iterator[tuple[TreeBatch, VerifyBatch, list[StreamEvent]]]:
@@ -106,8 +113,11 @@ class BatchLoop:
                 if self.calibrator is not None and (weighted is None or step % CALIBRATION_STEPS == 1):
                     weighted = replace(config, weights=self.calibrator.weights())
                 shape: RheoConfig | None = weighted or config
-                if self.sizing is not None:
+                if self.unfinished is not None:
+                    [shape] = self.unfinished
+                elif self.sizing is not None:
                     shape = self.sizing.shape(weighted or config, len(live))
+                self.unfinished = (shape,)
                 if shape is None:
                     trees = drafting.skip(committed)
                 else:
@@ -128,6 +138,7 @@ class BatchLoop:
                 laws = TargetLaws(logits, sampling, trees)
                 walk, read = self._verify(trees, laws, noise)
             events = self._hand_out(step, live, laws, walk, read)
+            self.unfinished = None
             yield trees, walk, events
             sampling.observe(walk.token_ids, walk.counts)
             # Last, behind what may raise: a step that is repeated must not have taught anybody anything.

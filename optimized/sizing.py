@@ -20,7 +20,7 @@ from reference.api import RheoConfig
 
 MEMORY = 32.0  # steps: of times and trees, what was seen so long ago counts for 1/e
 LONG_MEMORY = 256.0  # of what the walks made of promises, since one step says little
-TRIAL = 8  # requests' drafted steps before speculation may be turned off
+TRIAL = 4  # drafted steps before speculation may be turned off
 SHORTEST_PAUSE, LONGEST_PAUSE = 32, 1024  # steps without a draft
 PRIOR_STEPS = 8.0  # what assumptions count for at first: costs as measured, scores that keep their promise, and
 PRIOR_GAIN = 0.5  # what a level adds up to, over the chance of the best node above it
@@ -80,7 +80,7 @@ class _Pace:
 
     Attributes:
         steps, nodes, levels, promised: one, the rows and the further levels of the trees, tokens per request.
-        tried: requests' steps since speculation was turned on.
+        tried: drafted steps since speculation was turned on.
         left: steps without a draft that are still to come.
         pause: how many there will be the next time.
     """
@@ -119,33 +119,42 @@ class TreeSizer:
         self._gain = _Ratio(PRIOR_GAIN, LONG_MEMORY)  # of a level
         self._slowness = {True: _Ratio(1.0, MEMORY), False: _Ratio(1.0, MEMORY)}  # of steps with and without a draft
         self._threshold = 0.0  # of a level, in the last step
+        self._behind = False  # whether the drafter has steps to read that had no draft
 
     def shape(self, config: RheoConfig, batch: int) -> RheoConfig | None:
         """The configuration with its thresholds; None while drafting does not pay."""
         pace, costs = self._pace(batch), self._costs(batch)
         if pace.left > 0:
             pace.left -= 1
+            self._behind = True
             return None
         speed = self._speed(pace, costs)
         if pace.tried >= TRIAL:
             if speed < 1 / costs.plain:
                 pace.left, pace.tried = pace.pause - 1, 0
                 pace.pause = min(2 * pace.pause, LONGEST_PAUSE)
+                self._behind = True
                 return None
             pace.pause = SHORTEST_PAUSE
-        pace.tried += batch
+        pace.tried += 1
         worth = max(speed, 1 / costs.plain) / self._honesty.value  # of a second, in scores
-        self._threshold = min(worth * costs.level / self._gain.value, 1.0)
-        return replace(config, score_threshold=min(worth * costs.node, 1.0), level_threshold=self._threshold)
+        self._threshold = max(min(worth * costs.level / self._gain.value, 1.0), float(config.level_threshold))
+        return replace(
+            config,
+            score_threshold=max(min(worth * costs.node, 1.0), config.score_threshold),
+            level_threshold=self._threshold,
+        )
 
     def observe(self, trees: TreeBatch, walk: VerifyBatch, seconds: float) -> None:
         """Learn from a step."""
         costs = self.costs(trees.batch_size)
         drafted = trees.depth > 0
         expected = costs.seconds(trees.rows - 1, trees.depth - 1) if drafted else costs.plain
-        self._slowness[drafted].add(min(seconds / expected, LONGEST_STEP), 1.0)
+        if not (drafted and self._behind):  # the first look at what was missed is no usual step
+            self._slowness[drafted].add(min(seconds / expected, LONGEST_STEP), 1.0)
         if not drafted:
             return
+        self._behind = False
         chances = trees.log_scores.exp().nan_to_num(0.0).where(trees.parents >= 0, 0.0)
         by_level = torch.zeros(trees.batch_size, trees.depth + 1, dtype=chances.dtype, device=chances.device)
         sums = by_level.scatter_add(1, trees.depths, chances)
@@ -154,8 +163,8 @@ class TreeSizer:
         seen = [sums[:, 1:].sum(), (walk.counts - 1).sum(), sums[:, 2:].sum(), bests[:, 1:-1].where(went_on, 0.0).sum()]
         promised, accepted, gains, best = (torch.stack(seen) / trees.batch_size).tolist()
         self._pace(trees.batch_size).add(trees.rows - 1, trees.depth - 1, promised)
-        self._honesty.add(accepted, promised)
-        # Where levels are not tried, what they would add drifts back to what is assumed, until they are.
+        # What is not tried drifts back to what is assumed, until it is.
+        self._honesty.add(*((accepted, promised) if promised > 0 else (1 / LONG_MEMORY, 1 / LONG_MEMORY)))
         self._gain.add(*((gains, best) if best > 0 else (PRIOR_GAIN / LONG_MEMORY, 1 / LONG_MEMORY)))
 
     def _pace(self, batch: int) -> _Pace:

@@ -41,8 +41,14 @@ class CostTable:
     def cover(self, batch: int) -> None:
         """Measure what is needed to know the costs of up to so many requests."""
         for size in sorted({1, batch}):
-            if size > max(self._measured, default=0):
-                self._measured[size] = self._measure(size)
+            largest = max(self._measured, default=0)
+            if size > largest:
+                try:
+                    self._measured[size] = self._measure(size)
+                except Exception:  # out of memory, say: decoding will halve such a batch
+                    if not self._measured:
+                        raise
+                    self._measured[size] = self._measured[largest]
 
     def __call__(self, batch: int) -> StepCosts:
         """The costs of a step of so many requests, which are covered."""
@@ -67,6 +73,9 @@ def measure_costs(
         backend: does the sampling side.
         batch: how many requests.
         calibrator: learns in the decoder whose costs these are; it learns nothing here.
+
+    Raises:
+        ValueError: no step could be taken, say because the target's logits are NaN or the draft's context is too short.
     """
     stopwatch = _Stopwatch(_shapes(config, batch))
     limits = [most for most in (target.max_positions, drafter.max_positions) if most is not None]
@@ -74,21 +83,27 @@ def measure_costs(
     prompt = [7919 * place % target.vocab_size for place in range(1, max(length, 1) + 1)]
     params = SamplingParams(temperature=1.0, seed=0, max_new_tokens=10**6)
     learner = None if calibrator is None else Calibrator(calibrator.prior)
+    room = min(limits) - config.depth if limits else None  # further on nobody would be drafted for
     while not stopwatch.done:
-        requests = [Request(index, prompt, params, None, (), min(limits, default=None)) for index in range(batch)]
+        turn = stopwatch.turn
+        requests = [Request(index, prompt, params, None, (), room) for index in range(batch)]
         for request in requests:
             request.begin()
         loop = BatchLoop(target, drafter, config, backend, learner, PhaseClock(target.device), stopwatch)
         for _ in loop.run(requests):
             if stopwatch.done:
                 break
+        if stopwatch.turn == turn:
+            reason = next((one.failure for one in requests if one.failure is not None), f"a context of {room} tokens")
+            raise ValueError(f'tree_size="auto" goes by what steps cost, and no step could be measured: {reason}')
     return stopwatch.costs()
 
 
 def _shapes(config: RheoConfig, batch: int) -> list[RheoConfig | None]:
     """No draft; one level with few nodes and with many; more levels; many nodes."""
     most = max(min(config.budget, MOST_ROWS // batch - 1), 2)
-    few, wide, deep = max(config.branching // 4, 1), config.branching, min(config.depth, 4)
+    few = max(min(config.branching // 4, most // 2), 1)
+    wide, deep = config.branching, min(config.depth, 4)
     sizes = ((few, 1), (wide, 1), (few, deep), (min(most, wide * (1 + (deep - 1) * config.beam_width)), deep))
     return [None, *(replace(config, tree_size=min(size, most), depth=depth) for size, depth in sizes)]
 
@@ -100,24 +115,26 @@ class _Stopwatch:
         self._shapes = shapes
         self._seconds: list[list[float]] = [[] for _ in shapes]
         self._dims = [(0, 0)] * len(shapes)
-        self._turn = 0
+        self.turn = 0
 
     @property
     def done(self) -> bool:
-        return self._turn >= ROUNDS * len(self._shapes)
+        return self.turn >= ROUNDS * len(self._shapes)
 
     def shape(self, config: RheoConfig, batch: int) -> RheoConfig | None:
-        return self._shapes[self._turn % len(self._shapes)]
+        return self._shapes[self.turn % len(self._shapes)]
 
     def observe(self, trees: TreeBatch, walk: VerifyBatch, seconds: float) -> None:
-        which = self._turn % len(self._shapes)
+        which = self.turn % len(self._shapes)
+        if self._shapes[which] is not None and trees.depth == 0:
+            return  # nobody was drafted for
         self._dims[which] = (trees.rows - 1, trees.depth - 1)
-        if self._turn >= len(self._shapes):  # the first round only warms up
+        if self.turn >= len(self._shapes):  # the first round only warms up
             self._seconds[which].append(seconds)
-        self._turn += 1
+        self.turn += 1
 
     def costs(self) -> StepCosts:
         plain, *drafted = (median(times) for times in self._seconds)
         dims = np.array([(1, *dims) for dims in self._dims[1:]], dtype=float)
         base, node, level = nnls(dims / np.array(drafted)[:, None], np.ones(len(drafted)))[0]  # relative errors count
-        return StepCosts(plain, *(max(float(value), SHORTEST) for value in (base, node, level)))
+        return StepCosts(plain, max(float(base), plain), max(float(node), SHORTEST), max(float(level), SHORTEST))

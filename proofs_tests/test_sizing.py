@@ -12,7 +12,9 @@ import torch
 from optimized.calibration import Calibrator, prior_weights
 from optimized.committed import Committed, joined
 from optimized.decoder import RheoDecoder
+from optimized.growth import grow_trees
 from optimized.models.eagle3 import Eagle3Drafter
+from optimized.randomness import StepRandomness
 from optimized.sampling_params import SamplingParams
 from optimized.sizing import SHORTEST_PAUSE, TRIAL, StepCosts, TreeSizer
 from optimized.step_costs import CostTable
@@ -20,7 +22,7 @@ from optimized.trees import TreeBatch
 from optimized.verification import VerifyBatch
 from proofs_tests.statistics import Family
 from proofs_tests.tiny_pairs import FEATURE_LAYERS, MAKERS, eagle_decoder, eagle_head, llama
-from proofs_tests.toy import random_logits
+from proofs_tests.toy import ToyDrafter, random_logits
 from proofs_tests.toy_models import PathDrafter, PathTarget, text_counts, text_law
 from reference.api import RheoConfig
 from reference.tree import DraftTree
@@ -194,6 +196,76 @@ def test_what_was_committed_without_a_draft_is_read_later() -> None:
     assert [len(result.token_ids) for result in results] == [5, 12, 19, 26, 33]
     assert sum(sum(result.metrics.offered_per_level) for result in results) > 0
     assert any(result.metrics.target_passes > sum(result.metrics.offered_per_level[:1]) for result in results)
+
+
+def test_a_step_that_is_repeated_has_the_same_shape() -> None:
+    """A target that raises once, with a draft and without: a shape is asked for once per step, and texts are the same."""
+    seen = []
+    for broken in (None, 4, 6, 9):
+        target = PathTarget(6, random_logits(5, 6, "normal"))
+        forward, raised = target.forward_tree, []
+
+        def sometimes(*arguments, forward=forward, raised=raised, target=target, broken=broken, **options):  # type: ignore[no-untyped-def]
+            if target.passes == broken and not raised:
+                raised.append(True)
+                raise RuntimeError("once")
+            return forward(*arguments, **options)
+
+        target.forward_tree = sometimes  # type: ignore[method-assign]
+        decoder = alternating(RheoDecoder(target, PathDrafter(6), None, AUTO))  # type: ignore[arg-type]
+        [result] = decoder.generate([[1, 2]], SamplingParams(seed=4, max_new_tokens=25))
+        assert bool(raised) == (broken is not None)
+        seen.append((result.token_ids, decoder.sizer._turn))  # type: ignore[union-attr]
+    assert len(set(seen)) == 1
+
+
+def test_a_drafter_that_catches_up_reads_no_more_columns_than_its_context() -> None:
+    """A long request ends while drafting pauses; what is left is read at once, without the columns of the long one."""
+    target, drafter = PathTarget(6, random_logits(5, 6, "normal")), PathDrafter(6)
+    widths: list[int] = []
+    advance = drafter.advance
+
+    def spy(token_ids, counts, features):  # type: ignore[no-untyped-def]
+        widths.append(token_ids.shape[1] - int(counts.max()))
+        return advance(token_ids, counts, features)
+
+    drafter.advance = spy  # type: ignore[method-assign]
+    decoder = alternating(RheoDecoder(target, drafter, None, AUTO))  # type: ignore[arg-type]
+    decoder.sizer.shape = lambda config, batch: config if batch == 1 else None  # type: ignore[union-attr, method-assign]
+    params = [SamplingParams(seed=1, max_new_tokens=3), SamplingParams(seed=2, max_new_tokens=20)]
+    decoder.generate([[1] * 50, [2, 3]], params)
+    assert widths
+    assert max(widths) <= AUTO.depth
+
+
+def test_steps_that_cannot_be_measured_are_an_error() -> None:
+    target = PathTarget(5, lambda path: np.full(5, np.nan, dtype=np.float32))
+    decoder = RheoDecoder(target, PathDrafter(5), None, AUTO)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no step could be measured: the target's logits were NaN"):
+        decoder.generate([[1, 2]], SamplingParams(seed=1, max_new_tokens=5))
+
+
+def test_a_larger_batch_that_cannot_be_measured_goes_by_the_largest_that_could() -> None:
+    def measure(batch: int) -> StepCosts:
+        if batch > 1:
+            raise RuntimeError("out of memory")
+        return COSTS
+
+    table = CostTable(measure)
+    table.cover(8)
+    assert table(8) == COSTS
+
+
+def test_what_is_not_expanded_teaches_nothing() -> None:
+    """Two requests, the second below the level's threshold: its nodes are in the tree, and none was expanded."""
+    config = replace(AUTO, tree_size=12, level_threshold=0.4, score_threshold=0.0)
+    toy = ToyDrafter([lambda path: np.array([6, 1, 0], np.float32), lambda path: np.zeros(3, np.float32)], 3)
+    noise = StepRandomness([1, 2], config.depth, config.beam_width, 13).at(torch.zeros(2, dtype=torch.long))
+    trees = grow_trees(config, toy.root_logits(), toy.expand, torch.ones(2), noise.probe_uniforms)
+    assert trees.law_rows is not None
+    assert trees.depths[1].max() == 1
+    assert (trees.law_rows[0] > 0).any()
+    assert (trees.law_rows[1] == 0).all()
 
 
 @pytest.mark.parametrize("kind", MAKERS)

@@ -105,7 +105,7 @@ class Bench:
         with collector_off():
             for before, group, temperature, seed in self.plan.conversations():
                 if self.timed and not warm and self._missing(group, 1, temperature, seed, store.done):
-                    self.warm_up(group, temperature)
+                    self.warm_up(max((group for _, group, _, _ in self.plan.conversations()), key=len), temperature)
                     warm = True
                 try:
                     for row in self.conversation(before, group, temperature, seed, store.done, progress):
@@ -169,20 +169,19 @@ class Bench:
                     todo |= missing.keys()
                     for question in missing.values():
                         progress(f"{question.set_name} {question.question_id}, {method.label()}")
+            # The common texts: what the contexts lie on, and what the conversations go on with.
+            plain = answers.get(Method(PLAIN), [NOTHING] * len(asked)) if self.timed else [NOTHING] * len(asked)
+            needed = self.plan.contexts or any(turn < len(question.turns) for question in asked)
+            if needed and plain[0] is NOTHING:
+                plain = self.runner.run_batch(Method(PLAIN), prompts, params)
             for index, question in enumerate(asked):
-                # The common text: what the contexts lie on, and what the conversation goes on with.
-                if not self.plan.contexts and turn == len(question.turns):
-                    plain = NOTHING  # nobody needs one
-                else:
-                    written = answers.get(Method(PLAIN)) if self.timed else None
-                    plain = written[index] if written else self.runner.run(Method(PLAIN), prompts[index], params[index])
                 seed_here = params[index].resolved_seed()
-                values = self._at_contexts(list(answers), prompts[index], plain, temperature, seed_here)
+                values = self._at_contexts(list(answers), prompts[index], plain[index], temperature, seed_here)
                 for method, given in answers.items():
                     where = (question, turn, method, temperature, seed)
                     if key_of(question.set_name, question.question_id, turn, method, temperature, seed) in todo:
                         yield self._row(*where, len(prompts[index]), given[index], values[method], places[method])
-                messages[question].append(_said("assistant", plain.text))
+                messages[question].append(_said("assistant", plain[index].text))
 
     def _missing(
         self, group: Sequence[Question], first_turn: int, temperature: float, seed: int, done: set[Key]

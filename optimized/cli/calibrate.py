@@ -45,6 +45,8 @@ def calibrate(
         raise ValueError(f"{output} exists already; give --out another name")
     if shape.proposal == "static":
         raise ValueError("a static tree has no weights to calibrate")
+    if shape.tree_size == "auto":
+        raise ValueError("--tree-size auto keeps what pays; curves are learned best from trees of one size, say 30")
     if models.no_draft:
         raise ValueError("--no-draft leaves nothing to calibrate")
     prior = shape.config(prior_weights()).weights
