@@ -199,7 +199,7 @@ def test_what_was_committed_without_a_draft_is_read_later() -> None:
 
 
 def test_a_step_that_is_repeated_has_the_same_shape() -> None:
-    """A target that raises once, with a draft and without: a shape is asked for once per step, and texts are the same."""
+    """A target that raises once, with a draft and without: one shape is asked for per step; texts are the same."""
     seen = []
     for broken in (None, 4, 6, 9):
         target = PathTarget(6, random_logits(5, 6, "normal"))

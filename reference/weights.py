@@ -121,8 +121,8 @@ def lead_count(
 ) -> int:
     """The m of ``lead_tokens="auto"``: whose slots promise most, each what its path score has above the price.
 
-    What a node accepts with the same slots kept grows with m, so without a price the largest m would be the best; but a
-    lead takes from the probe what it brings, and a place besides. A function of the path, the draft's law and the
+    Were places free, more leads would accept more on average; but a lead takes from the probe what it brings, and a
+    place besides. A function of the path, the draft's law and the
     curves; ties go to the smaller m, and to a probe against none.
 
     Args:
