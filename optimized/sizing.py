@@ -124,18 +124,17 @@ class TreeSizer:
     def shape(self, config: RheoConfig, batch: int) -> RheoConfig | None:
         """The configuration with its thresholds; None while drafting does not pay."""
         pace, costs = self._pace(batch), self._costs(batch)
+        speed = self._speed(pace, costs)
+        if pace.left == 0 and pace.tried >= TRIAL:
+            if speed < 1 / costs.plain:
+                pace.left, pace.tried = pace.pause, 0
+                pace.pause = min(2 * pace.pause, LONGEST_PAUSE)
+            else:
+                pace.pause = SHORTEST_PAUSE
         if pace.left > 0:
             pace.left -= 1
             self._behind = True
             return None
-        speed = self._speed(pace, costs)
-        if pace.tried >= TRIAL:
-            if speed < 1 / costs.plain:
-                pace.left, pace.tried = pace.pause - 1, 0
-                pace.pause = min(2 * pace.pause, LONGEST_PAUSE)
-                self._behind = True
-                return None
-            pace.pause = SHORTEST_PAUSE
         pace.tried += 1
         worth = max(speed, 1 / costs.plain) / self._honesty.value  # of a second, in scores
         self._threshold = max(min(worth * costs.level / self._gain.value, 1.0), float(config.level_threshold))

@@ -35,6 +35,7 @@ from proofs_tests.tiny_pairs import (
     FEATURE_LAYERS,
     MAKERS,
     VOCAB,
+    assert_cache_is_fresh,
     causal_decoder,
     eagle_decoder,
     eagle_head,
@@ -281,17 +282,8 @@ def test_19_the_drafts_own_features_are_never_replaced_by_the_targets() -> None:
         text += event.token_ids
         if count == 12:
             break
-    stepped = one.drafter._cache  # type: ignore[union-attr]
-    [length] = stepped.lengths  # the last step's tokens are not committed yet
-    fresh = Eagle3Drafter(eagle_head(), model.get_input_embeddings(), None, FEATURE_LAYERS)
-    with torch.no_grad():
-        hidden = model(torch.tensor([text[:length]]), output_hidden_states=True).hidden_states
-    fresh.reset(torch.tensor(text[:1]))
-    features = torch.cat([hidden[layer] for layer in FEATURE_LAYERS], dim=-1)
-    fresh.advance(torch.tensor([text[1 : length + 1]]), torch.tensor([length]), features)
-    assert length > 12
-    for actual, expected in zip(stepped._buffers[0], fresh._cache._buffers[0], strict=True):
-        torch.testing.assert_close(actual[:, :, :length], expected[:, :, :length], atol=ATOL, rtol=0)
+    assert isinstance(one.drafter, Eagle3Drafter)
+    assert_cache_is_fresh(one.drafter, model, text, longer_than=12, atol=ATOL)
 
 
 @pytest.mark.parametrize("kind", MAKERS)

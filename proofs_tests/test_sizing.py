@@ -21,7 +21,7 @@ from optimized.step_costs import CostTable
 from optimized.trees import TreeBatch
 from optimized.verification import VerifyBatch
 from proofs_tests.statistics import Family
-from proofs_tests.tiny_pairs import FEATURE_LAYERS, MAKERS, eagle_decoder, eagle_head, llama
+from proofs_tests.tiny_pairs import MAKERS, assert_cache_is_fresh, eagle_decoder, llama
 from proofs_tests.toy import ToyDrafter, random_logits
 from proofs_tests.toy_models import PathDrafter, PathTarget, text_counts, text_law
 from reference.api import RheoConfig
@@ -285,16 +285,7 @@ def test_a_heads_cache_after_pauses_is_that_of_a_fresh_head() -> None:
         if count == 10:  # a step with a draft behind steps without
             break
     assert isinstance(decoder.drafter, Eagle3Drafter)
-    [length] = decoder.drafter._cache.lengths
-    fresh = Eagle3Drafter(eagle_head(), model.get_input_embeddings(), None, FEATURE_LAYERS)
-    with torch.no_grad():
-        hidden = model(torch.tensor([text[:length]]), output_hidden_states=True).hidden_states
-    fresh.reset(torch.tensor(text[:1]))
-    features = torch.cat([hidden[layer] for layer in FEATURE_LAYERS], dim=-1)
-    fresh.advance(torch.tensor([text[1 : length + 1]]), torch.tensor([length]), features)
-    assert length > 8
-    for actual, expected in zip(decoder.drafter._cache._buffers[0], fresh._cache._buffers[0], strict=True):
-        torch.testing.assert_close(actual[:, :, :length], expected[:, :, :length], atol=1e-5, rtol=0)
+    assert_cache_is_fresh(decoder.drafter, model, text, longer_than=8, atol=1e-5)
 
 
 def test_joined_texts_by_hand() -> None:

@@ -80,4 +80,20 @@ def causal_decoder(config: RheoConfig = CONFIG, model: Any = None, draft: Any = 
     return RheoDecoder(TargetModel(model), drafter, config=config, **options)
 
 
+def assert_cache_is_fresh(drafter: Eagle3Drafter, model: Any, text: list[int], longer_than: int, atol: float) -> None:
+    """The head's cache is that of a fresh one that read the text's true features; not of all of it: what the last step
+    emitted is not committed yet.
+    """
+    [length] = drafter._cache.lengths
+    fresh = Eagle3Drafter(eagle_head(), model.get_input_embeddings(), None, FEATURE_LAYERS)
+    with torch.no_grad():
+        hidden = model(torch.tensor([text[:length]]), output_hidden_states=True).hidden_states
+    fresh.reset(torch.tensor(text[:1]))
+    features = torch.cat([hidden[layer] for layer in FEATURE_LAYERS], dim=-1)
+    fresh.advance(torch.tensor([text[1 : length + 1]]), torch.tensor([length]), features)
+    assert length > longer_than
+    for actual, expected in zip(drafter._cache._buffers[0], fresh._cache._buffers[0], strict=True):
+        torch.testing.assert_close(actual[:, :, :length], expected[:, :, :length], atol=atol, rtol=0)
+
+
 MAKERS = {"eagle": eagle_decoder, "causal": causal_decoder}

@@ -122,8 +122,8 @@ def lead_count(
     """The m of ``lead_tokens="auto"``: whose slots promise most, each what its path score has above the price.
 
     Were places free, more leads would accept more on average; but a lead takes from the probe what it brings, and a
-    place besides. A function of the path, the draft's law and the
-    curves; ties go to the smaller m, and to a probe against none.
+    place besides. A function of the path, the draft's law and the curves; ties go to the smaller m, and to a probe
+    against none.
 
     Args:
         curves: of the request's temperature.

@@ -103,7 +103,7 @@ class Grid:
     probes: tuple[int, ...] = (RheoConfig.probes,)
     branching: tuple[int, ...] = (RheoConfig.branching,)
     depth: tuple[int, ...] = (RheoConfig.depth,)
-    tree_size: tuple[int, ...] = (60,)
+    tree_size: tuple[int, ...] = (RheoConfig().budget,)
     draft_support: tuple[int, ...] = (RheoConfig.draft_support,)
     topology: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()

@@ -154,23 +154,25 @@ class Bench:
                     )
                 )
 
+            nothing = [NOTHING] * len(asked)
             answers: dict[Method, list[Answer]] = {}
             places: dict[Method, int] = {}
-            todo: set[Key] = set()
+            todo: set[tuple[Method, Question]] = set()
             for place, method in enumerate(rotated(self.plan.methods, before + turn - 1)):
-                keys = {key_of(q.set_name, q.question_id, turn, method, temperature, seed): q for q in asked}
-                missing = {key: question for key, question in keys.items() if key not in done}
+                missing = [
+                    question
+                    for question in asked
+                    if key_of(question.set_name, question.question_id, turn, method, temperature, seed) not in done
+                ]
                 if missing:
                     gc.collect()  # between the measurements, as it is turned off while they run
-                    answers[method] = (
-                        self.runner.run_batch(method, prompts, params) if self.timed else [NOTHING] * len(asked)
-                    )
+                    answers[method] = self.runner.run_batch(method, prompts, params) if self.timed else nothing
                     places[method] = place
-                    todo |= missing.keys()
-                    for question in missing.values():
+                    for question in missing:
+                        todo.add((method, question))
                         progress(f"{question.set_name} {question.question_id}, {method.label()}")
             # The common texts: what the contexts lie on, and what the conversations go on with.
-            plain = answers.get(Method(PLAIN), [NOTHING] * len(asked)) if self.timed else [NOTHING] * len(asked)
+            plain = answers.get(Method(PLAIN), nothing)
             needed = self.plan.contexts or any(turn < len(question.turns) for question in asked)
             if needed and plain[0] is NOTHING:
                 plain = self.runner.run_batch(Method(PLAIN), prompts, params)
@@ -178,8 +180,8 @@ class Bench:
                 seed_here = params[index].resolved_seed()
                 values = self._at_contexts(list(answers), prompts[index], plain[index], temperature, seed_here)
                 for method, given in answers.items():
-                    where = (question, turn, method, temperature, seed)
-                    if key_of(question.set_name, question.question_id, turn, method, temperature, seed) in todo:
+                    if (method, question) in todo:
+                        where = (question, turn, method, temperature, seed)
                         yield self._row(*where, len(prompts[index]), given[index], values[method], places[method])
                 messages[question].append(_said("assistant", plain[index].text))
 
