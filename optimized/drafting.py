@@ -39,6 +39,11 @@ class Drafting:
         self._longest: int | None = None  # how much of whole texts it has to read; None once it has
         self._unread: list[Committed] = []  # of steps without a draft
 
+    @property
+    def behind(self) -> bool:
+        """Whether the drafter has more to read than the last step's tokens: whole texts, or steps without a draft."""
+        return self._longest is not None or bool(self._unread)
+
     def reset(self, live: Sequence[Request], device: torch.device) -> None:
         """Begin with texts of which the drafter has read nothing."""
         self._places = [place for place, request in enumerate(live) if self._fits(request)]

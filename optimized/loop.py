@@ -118,6 +118,7 @@ class BatchLoop:
                 elif self.sizing is not None:
                     shape = self.sizing.shape(weighted or config, len(live))
                 self.unfinished = (shape,)
+                usual = shape is None or not drafting.behind
                 if shape is None:
                     trees = drafting.skip(committed)
                 else:
@@ -147,7 +148,7 @@ class BatchLoop:
                 self.calibrator.observe(trees, walk, laws.kept or [], config.branching, sampling.temperatures, failed)
             before, spent = spent, sum(clock.seconds.values())
             if self.sizing is not None and step > 0:
-                self.sizing.observe(trees, walk, spent - before)
+                self.sizing.observe(shape, trees, walk, spent - before if usual else None)
             keep = [b for b, request in enumerate(live) if not request.done]
             if not keep:
                 return

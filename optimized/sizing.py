@@ -24,7 +24,7 @@ TRIAL = 4  # drafted steps before speculation may be turned off
 SHORTEST_PAUSE, LONGEST_PAUSE = 32, 1024  # steps without a draft
 PRIOR_STEPS = 8.0  # what assumptions count for at first: costs as measured, scores that keep their promise, and
 PRIOR_GAIN = 0.5  # what a level adds up to, over the chance of the best node above it
-LONGEST_STEP = 2.0  # in what was expected; what takes longer is a first look at a prompt, and counts as so much
+LONGEST_STEP = 2.0  # in what was expected; what takes longer was disturbed, and counts as so much
 
 
 class Sizing(Protocol):
@@ -33,8 +33,8 @@ class Sizing(Protocol):
     def shape(self, config: RheoConfig, batch: int) -> RheoConfig | None:
         """The shape of the next step's trees for so many requests; None drafts for nobody."""
 
-    def observe(self, trees: TreeBatch, walk: VerifyBatch, seconds: float) -> None:
-        """What became of that step, and what it took."""
+    def observe(self, shape: RheoConfig | None, trees: TreeBatch, walk: VerifyBatch, seconds: float | None) -> None:
+        """What became of a step of that shape, and what it took; None where the drafter had more to read than usual."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,6 @@ class TreeSizer:
         self._honesty = _Ratio(1.0, LONG_MEMORY)  # accepted of what the scores promise
         self._gain = _Ratio(PRIOR_GAIN, LONG_MEMORY)  # of a level
         self._slowness = {True: _Ratio(1.0, MEMORY), False: _Ratio(1.0, MEMORY)}  # of steps with and without a draft
-        self._threshold = 0.0  # of a level, in the last step
-        self._behind = False  # whether the drafter has steps to read that had no draft
 
     def shape(self, config: RheoConfig, batch: int) -> RheoConfig | None:
         """The configuration with its thresholds; None while drafting does not pay."""
@@ -133,32 +131,29 @@ class TreeSizer:
                 pace.pause = SHORTEST_PAUSE
         if pace.left > 0:
             pace.left -= 1
-            self._behind = True
             return None
         pace.tried += 1
         worth = max(speed, 1 / costs.plain) / self._honesty.value  # of a second, in scores
-        self._threshold = max(min(worth * costs.level / self._gain.value, 1.0), float(config.level_threshold))
         return replace(
             config,
             score_threshold=max(min(worth * costs.node, 1.0), config.score_threshold),
-            level_threshold=self._threshold,
+            level_threshold=max(min(worth * costs.level / self._gain.value, 1.0), config.level_threshold),
         )
 
-    def observe(self, trees: TreeBatch, walk: VerifyBatch, seconds: float) -> None:
-        """Learn from a step."""
+    def observe(self, shape: RheoConfig | None, trees: TreeBatch, walk: VerifyBatch, seconds: float | None) -> None:
+        """Learn from a step; see ``Sizing.observe``."""
         costs = self.costs(trees.batch_size)
         drafted = trees.depth > 0
         expected = costs.seconds(trees.rows - 1, trees.depth - 1) if drafted else costs.plain
-        if not (drafted and self._behind):  # the first look at what was missed is no usual step
+        if seconds is not None:
             self._slowness[drafted].add(min(seconds / expected, LONGEST_STEP), 1.0)
-        if not drafted:
+        if shape is None or not drafted:
             return
-        self._behind = False
         chances = trees.log_scores.exp().nan_to_num(0.0).where(trees.parents >= 0, 0.0)
         by_level = torch.zeros(trees.batch_size, trees.depth + 1, dtype=chances.dtype, device=chances.device)
         sums = by_level.scatter_add(1, trees.depths, chances)
         bests = by_level.scatter_reduce(1, trees.depths, chances, "amax")
-        went_on = bests[:, 1:-1] >= self._threshold  # and was above another level
+        went_on = bests[:, 1:-1] >= float(shape.level_threshold)  # and was above another level
         seen = [sums[:, 1:].sum(), (walk.counts - 1).sum(), sums[:, 2:].sum(), bests[:, 1:-1].where(went_on, 0.0).sum()]
         promised, accepted, gains, best = (torch.stack(seen) / trees.batch_size).tolist()
         self._pace(trees.batch_size).add(trees.rows - 1, trees.depth - 1, promised)

@@ -124,10 +124,12 @@ class _Stopwatch:
     def shape(self, config: RheoConfig, batch: int) -> RheoConfig | None:
         return self._shapes[self.turn % len(self._shapes)]
 
-    def observe(self, trees: TreeBatch, walk: VerifyBatch, seconds: float) -> None:
+    def observe(self, shape: RheoConfig | None, trees: TreeBatch, walk: VerifyBatch, seconds: float | None) -> None:
         which = self.turn % len(self._shapes)
-        if self._shapes[which] is not None and trees.depth == 0:
+        if shape is not None and trees.depth == 0:
             return  # nobody was drafted for
+        if seconds is None:
+            return
         self._dims[which] = (trees.rows - 1, trees.depth - 1)
         if self.turn >= len(self._shapes):  # the first round only warms up
             self._seconds[which].append(seconds)

@@ -303,23 +303,32 @@ def test_ranking_breaks_ties_by_the_lower_id_at_the_cut_and_within() -> None:
 def test_ranking_keeps_the_largest_of_any_row(
     select: str, vocab: int, support: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Coarse values, all equal, nearly all masked, sorted either way, one outlier in a group: against a stable sort."""
+    """Coarse, all equal, nearly or all masked, sorted either way, one outlier in a group: against a stable sort."""
     monkeypatch.setattr(slots, "_candidates", getattr(slots, select))
     rng = np.random.default_rng([vocab, support])
-    rows = rng.normal(size=(7, vocab)).astype(np.float32)
+    rows = rng.normal(size=(8, vocab)).astype(np.float32)
     rows[1] = 0
     rows[2, rng.random(vocab) < 0.99] = -np.inf
     rows[3].sort()
     rows[4] = np.sort(rows[4])[::-1]
     rows[5] = np.where(np.arange(vocab) % 64 == 0, 5, rows[5])
+    rows[6] = -np.inf
     logits = torch.from_numpy(rows).bfloat16()
     expected = np.argsort(-logits.float().numpy(), axis=1, kind="stable")[:, :support]
-    values, ids = rank_logits(logits.view(1, 7, vocab), support)
-    assert (ids[0].numpy() == expected).all()
+    values, ids = rank_logits(logits.view(1, 8, vocab), support)
     assert (values[0].numpy() == np.take_along_axis(logits.float().numpy(), expected, axis=1)).all()
+    assert ((ids[0].numpy() == expected) | values[0].isneginf().numpy()).all()
     if select == "_candidates":
-        rows[6, rng.integers(vocab)] = np.nan
-        assert torch.isnan(rank_logits(torch.from_numpy(rows), support)[0][6, 0])
+        rows[7, rng.integers(vocab)] = np.nan
+        assert torch.isnan(rank_logits(torch.from_numpy(rows), support)[0][7, 0])
+
+
+def test_a_row_without_a_draft_costs_the_others_nothing() -> None:
+    """A request that is not drafted for has logits of -inf; its mates' candidates stay few."""
+    logits = torch.randn(1, 2, 8192, generator=torch.Generator().manual_seed(0))
+    few = slots._candidates(logits, 32)[0].shape[-1]
+    logits[0, 1] = -torch.inf
+    assert slots._candidates(logits, 32)[0].shape[-1] <= few < 200
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, "all -inf"])

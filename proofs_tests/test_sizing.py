@@ -63,7 +63,7 @@ def test_thresholds_follow_what_is_seen() -> None:
     for turn in range(500):
         shape = sizer.shape(AUTO, 1)
         assert shape is not None
-        sizer.observe(*step([0.8, 0.4], accepted=2 if turn % 5 < 3 else 0), seconds=1.5)
+        sizer.observe(shape, *step([0.8, 0.4], accepted=2 if turn % 5 < 3 else 0), seconds=1.5)
     worth = 2.2 / (1.1 + 0.1 * 2 + 0.2 * 1)
     assert shape.score_threshold == pytest.approx(worth * 0.1, rel=0.1)
     assert shape.level_threshold == pytest.approx(worth * 0.2 / 0.5, rel=0.1)
@@ -73,7 +73,7 @@ def test_scores_that_promise_too_much_are_discounted() -> None:
     sizer = TreeSizer(lambda batch: replace(COSTS, base=0.1))
     for turn in range(500):
         shape = sizer.shape(AUTO, 1)
-        sizer.observe(*step([0.8, 0.4], accepted=turn % 5 == 0), seconds=0.5)
+        sizer.observe(shape, *step([0.8, 0.4], accepted=turn % 5 == 0), seconds=0.5)
     assert shape is not None
     worth = 1.2 / (0.1 + 0.2 + 0.2) * (1.2 / 0.2)  # a sixth of what was promised, up to the prior
     assert 0.5 < shape.score_threshold / (worth * 0.1) < 1
@@ -85,12 +85,13 @@ def drafts(
     """Which of so many steps had a draft."""
     drafted = []
     for _ in range(steps):
-        drafted.append(sizer.shape(AUTO, batch) is not None)
+        shape = sizer.shape(AUTO, batch)
+        drafted.append(shape is not None)
         trees, walk = step(scores, accepted) if drafted[-1] else step([], 0)
         usual = COSTS.seconds(trees.rows - 1, trees.depth - 1) if drafted[-1] else COSTS.plain
         trees = replace(trees, **{name: torch.cat([getattr(trees, name)] * batch) for name in TREE_TENSORS})
         walk = replace(walk, counts=torch.cat([walk.counts] * batch))
-        sizer.observe(trees, walk, seconds.get("drafted" if drafted[-1] else "plain", usual))
+        sizer.observe(shape, trees, walk, seconds.get("drafted" if drafted[-1] else "plain", usual))
     return drafted
 
 
@@ -170,6 +171,7 @@ class Alternating:
 
     def __init__(self) -> None:
         self._turn = 0
+        self.observed: list[tuple[bool, bool]] = []  # of every step: whether it had a draft, whether its time counts
 
     def shape(self, config: RheoConfig, batch: int) -> RheoConfig | None:
         self._turn += 1
@@ -177,8 +179,9 @@ class Alternating:
             return None
         return replace(config, score_threshold=0.02 * (self._turn % 3), level_threshold=0.1 * (self._turn % 4))
 
-    def observe(self, trees: TreeBatch, walk: VerifyBatch, seconds: float) -> None:
-        assert seconds > 0
+    def observe(self, shape: RheoConfig | None, trees: TreeBatch, walk: VerifyBatch, seconds: float | None) -> None:
+        assert seconds is None or seconds > 0
+        self.observed.append((shape is not None, seconds is not None))
 
 
 def alternating(decoder: RheoDecoder) -> RheoDecoder:
@@ -196,6 +199,17 @@ def test_what_was_committed_without_a_draft_is_read_later() -> None:
     assert [len(result.token_ids) for result in results] == [5, 12, 19, 26, 33]
     assert sum(sum(result.metrics.offered_per_level) for result in results) > 0
     assert any(result.metrics.target_passes > sum(result.metrics.offered_per_level[:1]) for result in results)
+
+
+def test_a_step_in_which_the_drafter_catches_up_is_not_timed() -> None:
+    decoder = alternating(RheoDecoder(PathTarget(6, random_logits(5, 6, "normal")), PathDrafter(6), None, AUTO))  # type: ignore[arg-type]
+    decoder.generate([[1, 2]], SamplingParams(seed=4, max_new_tokens=40))
+    observed = decoder.sizer.observed  # type: ignore[union-attr]
+    drafted = [draft for draft, _ in observed]
+    assert [timed for _, timed in observed] == [
+        now == before or not now for before, now in zip([False, *drafted], drafted, strict=False)
+    ]
+    assert sum(drafted) > 5
 
 
 def test_a_step_that_is_repeated_has_the_same_shape() -> None:
