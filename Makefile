@@ -24,7 +24,7 @@ help:
 	@echo "make prove     run the long version of the proofs"
 	@echo "make gpu-check check and time the kernels on a CUDA device, in under five minutes"
 	@echo "make soak      thousands of requests with failures injected through one decoder, under 30 minutes"
-	@echo "make head      train an EAGLE-3 head for the embedded model, some hours; goes on where it stopped"
+	@echo "make head      train an EAGLE-3 head for the embedded model, a night on two cores; goes on where it stopped"
 	@echo "make check     lint, formatting, types, examples in the documentation"
 	@echo "make docs      build the documentation into site/"
 	@echo "make kernel-table write what the kernels use of a chip into the documentation"

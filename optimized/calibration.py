@@ -8,6 +8,7 @@ step's probes are drawn, and the text keeps the target's distribution (docs/gene
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,7 +70,9 @@ class Calibrator:
         self.prior = prior or prior_weights()
         self.source = source
         self.points = 0
-        self.requests = 0  # that have been decoded with it; see ``RheoDecoder``
+        # That have been decoded with it; see ``RheoDecoder``. Every prior counts from elsewhere: its weights must not
+        # meet the random numbers again that shaped them.
+        self.requests = 0 if prior is None else zlib.crc32(repr(prior.bands).encode()) << 32
         shape = (len(BANDS), len(KINDS), len(KNOTS))
         self._counts = np.full(shape, PRIOR_POINTS)
         self._sums = PRIOR_POINTS * np.array(

@@ -33,7 +33,7 @@ class Committed:
         return self.token_ids.gather(1, self.counts.unsqueeze(1) - 1)
 
     def select(self, keep: Tensor) -> Committed:
-        """Only these requests."""
+        """Only these requests, [kept] long."""
         features = None if self.features is None else self.features[keep]
         return Committed(self.token_ids[keep], self.counts[keep], features)
 
@@ -72,7 +72,12 @@ def whole_texts(live: Sequence[Request], features: Tensor | None, device: torch.
 
 
 def after_walk(walk: VerifyBatch, features: Tensor | None) -> Committed:
-    """The accepted tokens and the bonus token, each with the feature of the row it was emitted at."""
+    """The accepted tokens and the bonus token, each with the feature of the row it was emitted at.
+
+    Args:
+        walk: of the step's trees.
+        features: [batch, rows, F] the target's, of these trees' rows; or None.
+    """
     if features is not None:
         features = features.take_along_dim(walk.rows.clamp(min=0).unsqueeze(2), dim=1)
     return Committed(walk.token_ids.clamp(min=0), walk.counts, features)

@@ -16,19 +16,16 @@ from torch import Tensor
 from optimized.backends import BackendName, choose_backend
 from optimized.calibration import Calibrator
 from optimized.clock import PhaseClock
-from optimized.loop import BatchLoop
+from optimized.loop import BatchLoop, StepOutcome
 from optimized.models import CausalDrafter, Drafter, TargetModel, check_same_tokenizer
 from optimized.models.loading import load_drafter, load_target, load_tokenizer
-from optimized.outputs import GenerationError, GenerationResult, StreamEvent
+from optimized.outputs import GenerationError, GenerationResult, StreamEvent, TracedStep
 from optimized.randomness import fresh_seed
 from optimized.request import Request
 from optimized.sampling_params import SamplingParams
 from optimized.sizing import StepCosts, TreeSizer
 from optimized.step_costs import CostTable, measure_costs
-from optimized.trees import TreeBatch
-from optimized.verification import VerifyBatch
 from reference.api import RheoConfig, VerifyResult
-from reference.tree import DraftTree
 
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor
 
@@ -36,8 +33,9 @@ Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor
 class RheoDecoder:
     """Lossless speculative decoding: every text has exactly the distribution that the target model gives it.
 
-    Given equal logits, a request's text depends on its prompt, its seed and its parameters alone, never on its batch
-    mates (but for what learns from them, below). A decoder runs one generation at a time; it is not thread-safe.
+    Given equal logits, a request's text depends on its prompt, its seed, its parameters and ``config`` alone, never on
+    its batch mates (except with a calibrator or ``tree_size="auto"``, see below). A decoder has one set of caches, and
+    is not thread-safe.
 
     Args:
         target: the model whose distribution is kept.
@@ -47,11 +45,11 @@ class RheoDecoder:
         max_batch_size: how many requests run side by side; longer lists are worked off in groups of this size.
         backend: who does the sampling side, "torch", "triton" or "cupy"; "auto" takes the best that can run here. The
             attribute ``backend.name`` says which it is.
-        calibrator: learns the path scores' weights while decoding; they take the place of ``config.weights`` and hold
-            for some steps each, whoever's. Texts keep their law, but what a seed gives then depends on what was decoded
-            before: weights must not meet the random numbers again that shaped them, so every request has its own, a
-            function of its seed and of how many came before. ``calibrator.weights().source`` says where the weights
-            come from.
+        calibrator: learns the path scores' weights while decoding; its weights take the place of ``config.weights`` and
+            are renewed every eight steps, shared by all requests. Texts keep their law, but what a seed gives then
+            depends on what was decoded before: weights must not meet the random numbers again that shaped them, so
+            every request has its own, a function of its seed and of how many came before.
+            ``calibrator.weights().source`` says where the weights come from.
 
     With ``RheoConfig(tree_size="auto")`` a decoder measures what its steps cost, which takes some seconds before the
     first texts and before a batch that is larger than any so far, and grows trees as far as they pay. What a seed gives
@@ -73,12 +71,10 @@ class RheoDecoder:
         backend: BackendName = "auto",
         calibrator: Calibrator | None = None,
     ) -> None:
-        if max_batch_size < 1:
-            raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
+        self.config = _checked(config, max_batch_size)
         self.target = target
         self.drafter = drafter
         self.tokenizer = tokenizer
-        self.config = config or RheoConfig()
         self.max_batch_size = max_batch_size
         self.calibrator = calibrator
         if calibrator is not None:
@@ -88,6 +84,7 @@ class RheoDecoder:
         self._costs = CostTable(self._measure)
         self.sizer = TreeSizer(self._costs) if self.config.tree_size == "auto" and drafter is not None else None
         if drafter is not None:
+            _check_attributes(drafter)
             _check_vocab_map(drafter)
             highest = drafter.vocab_size - 1 if drafter.vocab_map is None else int(drafter.vocab_map.max())
             if highest >= target.vocab_size:
@@ -102,7 +99,7 @@ class RheoDecoder:
     def from_pretrained(
         cls,
         target: str | Path = "embedded",
-        draft: str | Path | None = "embedded",
+        draft: str | Path | None = "auto",
         config: RheoConfig | None = None,
         *,
         dtype: torch.dtype | None = None,
@@ -116,7 +113,7 @@ class RheoDecoder:
         Args:
             target: a directory, a name Hugging Face knows, or "embedded": SmolLM2-135M-Instruct.
             draft: likewise: an EAGLE-3 head or a causal language model with the target's tokenizer; None for plain
-                decoding; "embedded": the head for the embedded target.
+                decoding; "embedded": the head for SmolLM2-135M-Instruct; "auto": that one, for the target "embedded".
             config: how trees are grown and verified.
             dtype: of the weights of both; None keeps the target checkpoint's.
             device: where both run.
@@ -125,9 +122,16 @@ class RheoDecoder:
             calibrator: learns the path scores' weights; see the class.
 
         Raises:
-            ValueError: a checkpoint is damaged, target and draft do not fit together, or the backend cannot run here.
+            ValueError: a checkpoint is damaged, target and draft do not fit together, the backend cannot run here, or
+                ``draft`` is left out and the target is not the embedded one.
+            OSError: no such directory, and Hugging Face knows no such name.
             ModuleNotFoundError: the embedded target is not installed.
         """
+        if draft == "auto":
+            if target != "embedded":
+                raise ValueError(f"which draft goes with {target}? Name one, or give draft=None for plain decoding")
+            draft = "embedded"
+        choose_backend(backend, torch.device(device), _checked(config, max_batch_size))  # before anything is loaded
         model = load_target(target, dtype=dtype, device=device)
         tokenizer = load_tokenizer(target)
         drafter = None
@@ -164,14 +168,17 @@ class RheoDecoder:
         """Generate step by step; an event holds what one step added to one request.
 
         Arguments and errors are those of ``generate``; bad arguments raise at once. Another generation may start on the
-        same models before this one has ended: it takes the caches, and this one reads its texts again when it goes on.
+        same models before this one has ended: it takes the caches, and this one reads its texts again when it goes on,
+        which is slow where two take turns at every step.
         """
         return self._stream(self._requests(prompts, params))
 
     def trace(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, steps: int = 1
-    ) -> list[tuple[DraftTree, VerifyResult]]:
+    ) -> list[TracedStep]:
         """The first trees of one request and what the walk made of each, to look at.
+
+        Steps without a draft are left out.
 
         Args:
             prompt: as text or as token ids.
@@ -179,20 +186,25 @@ class RheoDecoder:
             steps: how many trees; fewer come back if the text ends before.
 
         Raises:
-            ValueError: as ``generate``.
+            ValueError: as ``generate``, or the decoder has no draft.
             GenerationError: the request failed.
         """
-        seen: list[tuple[DraftTree, VerifyResult]] = []
+        if self.drafter is None:
+            raise ValueError("this decoder has no draft, so there are no trees to trace")
+        seen: list[TracedStep] = []
         [request] = self._requests(prompt, params)
         if self.sizer is not None:
             self._costs.cover(1)
-        for trees, walk, _ in self._steps([request]):
-            if request.failure is None and trees.rows > 1:
+        root = request.prompt[-1]
+        for outcome in self._steps([request]):
+            trees, walk = outcome.trees, outcome.walk
+            if request.failure is None and trees is not None and walk is not None and trees.rows > 1:
                 count = int(walk.counts[0])
                 emitted, rows = walk.token_ids[0, :count].tolist(), walk.rows[0, 1:count].tolist()
-                seen.append((trees.to_tree(0), VerifyResult(tuple(emitted), tuple(rows))))
+                seen.append(TracedStep(trees.to_tree(0), VerifyResult(tuple(emitted), tuple(rows)), root))
             if len(seen) == steps:
                 break
+            root = request.tokens[-1]
         self._raise_failures([request])
         return seen
 
@@ -213,8 +225,8 @@ class RheoDecoder:
         if self.sizer is not None:
             self._costs.cover(min(len(requests), self.max_batch_size))
         for first in range(0, len(requests), self.max_batch_size):
-            for _, _, events in self._steps(requests[first : first + self.max_batch_size]):
-                yield from events
+            for outcome in self._steps(requests[first : first + self.max_batch_size]):
+                yield from outcome.events
         self._raise_failures(requests)
 
     def _measure(self, batch: int) -> StepCosts:
@@ -228,7 +240,7 @@ class RheoDecoder:
             cause = next((request.cause for request in requests if request.cause is not None), None)
             raise GenerationError(failures, [request.result for request in requests]) from cause
 
-    def _steps(self, requests: list[Request]) -> Iterator[tuple[TreeBatch, VerifyBatch, list[StreamEvent]]]:
+    def _steps(self, requests: list[Request]) -> Iterator[StepOutcome]:
         """A batch to its end.
 
         Where a model raises, the halves of the batch go on one after the other, and so on down to single requests: a
@@ -252,7 +264,7 @@ class RheoDecoder:
                 if not left:
                     raise
                 if len(left) == 1 and not left[0].try_again():
-                    left[0].fail(f"{type(error).__name__}: {error}", error)
+                    yield StepOutcome([left[0].fail(f"{type(error).__name__}: {error}", error)])
                 else:
                     half = len(left) // 2
                     waiting += [(part, loop.unfinished) for part in (left[half:], left[:half]) if part]
@@ -311,6 +323,27 @@ def _integers(index: int, prompt: Any) -> list[int]:
         return [operator.index(token) for token in (prompt.tolist() if isinstance(prompt, Tensor) else prompt)]
     except TypeError as error:
         raise ValueError(f"prompt {index} must be text or a list of integers: {error}") from error
+
+
+def _checked(config: RheoConfig | None, max_batch_size: int) -> RheoConfig:
+    """The configuration, the default one for None."""
+    if config is not None and not isinstance(config, RheoConfig):
+        raise ValueError(f"config must be a RheoConfig or None, got {type(config).__name__}")
+    if isinstance(max_batch_size, bool) or not isinstance(max_batch_size, int) or max_batch_size < 1:
+        raise ValueError(f"max_batch_size must be an integer of at least 1, got {max_batch_size!r}")
+    return RheoConfig() if config is None else config
+
+
+def _check_attributes(drafter: Drafter) -> None:
+    """A drafter of one's own may lack what the loop will ask for much later."""
+    given_by_the_decoder = {"owner"}
+    missing = [
+        name for name in Drafter.__annotations__ if not hasattr(drafter, name) and name not in given_by_the_decoder
+    ]
+    if missing:
+        raise ValueError(
+            f"the drafter {type(drafter).__name__} has no {', '.join(missing)}; see optimized.models.Drafter"
+        )
 
 
 def _check_vocab_map(drafter: Drafter) -> None:

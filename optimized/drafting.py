@@ -19,6 +19,8 @@ from optimized.trees import LevelNodes, TreeBatch
 from reference.api import RheoConfig
 from reference.tree import root_only
 
+MOST_UNREAD = 64  # steps whose tokens and features are kept for a drafter that is not asked
+
 
 class Drafting:
     """The trees of a batch. A request whose text outgrows the draft's context goes on with trees that are a root only.
@@ -66,17 +68,27 @@ class Drafting:
             self._unread = [part.select(index) for part in self._unread]
 
     def skip(self, committed: Committed) -> TreeBatch:
-        """No draft in this step: roots only. The drafter reads what was committed when it is asked again."""
+        """No draft in this step: roots only. The drafter reads what was committed when it is asked again, or when that
+        becomes too much to keep.
+        """
         if self._drafter is not None and self._places:
-            self._unread.append(committed)
+            if len(self._unread) == MOST_UNREAD:
+                self._clock.enter("draft")
+                self._read(self._drafter, committed)
+            else:
+                self._unread.append(committed)
         return _roots(len(committed.counts), committed.counts.device)
 
     def trees(self, config: RheoConfig, committed: Committed, temperatures: Tensor, noise: StepNoise) -> TreeBatch:
-        """One tree of this shape per request."""
+        """One tree of this shape per request.
+
+        Raises:
+            ValueError: the drafter's logits are not as many as it said.
+        """
         drafter, clock, batch, device = self._drafter, self._clock, len(temperatures), temperatures.device
         if drafter is None or not self._places:
             return _roots(batch, device)
-        index = None if len(self._places) == batch else torch.tensor(self._places, device=device)
+        index = self._index(batch, device)
 
         def spread(logits: Tensor) -> Tensor:
             """Logits that are all -inf offer nothing: the tree stays a root."""
@@ -94,10 +106,7 @@ class Drafting:
             return spread(drafter.expand(nodes))
 
         clock.enter("draft")
-        committed, self._unread = joined([*self._unread, committed]), []
-        mine = (committed if index is None else committed.select(index)).first(self._longest)
-        self._longest = None
-        root_logits = spread(drafter.advance(mine.token_ids, mine.counts, mine.features))
+        root_logits = spread(self._read(drafter, committed))
         trees = grow_trees(
             config, root_logits, expand, temperatures, noise.probe_uniforms, drafter.vocab_map, self._growth
         )
@@ -105,6 +114,18 @@ class Drafting:
             return trees
         asked = torch.zeros(batch, dtype=torch.bool, device=device).index_fill_(0, index, True)
         return replace(trees, draft_failed=trees.draft_failed & asked)
+
+    def _index(self, batch: int, device: torch.device) -> Tensor | None:
+        """Which requests the drafter holds; None: all."""
+        return None if len(self._places) == batch else torch.tensor(self._places, device=device)
+
+    def _read(self, drafter: Drafter, committed: Committed) -> Tensor:
+        """Let the drafter read what it has not read yet; its logits behind that."""
+        index = self._index(len(committed.counts), committed.counts.device)
+        committed, self._unread = joined([*self._unread, committed]), []
+        mine = (committed if index is None else committed.select(index)).first(self._longest)
+        self._longest = None
+        return drafter.advance(mine.token_ids, mine.counts, mine.features)
 
     def _fits(self, request: Request) -> bool:
         """Whether the text and the deepest node of a tree below it lie within what the drafter was made for."""

@@ -27,12 +27,26 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """What ``write_json`` wrote.
+    """Any JSON value; the message of an error names the file.
 
     Raises:
+        OSError: no such file.
         ValueError: not JSON.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A file that holds one JSON object.
+
+    Raises:
+        OSError: no such file.
+        ValueError: not JSON, or another value.
+    """
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,20 @@ from reference.tree import root_only
 STEPS_AHEAD = 16  # random numbers are made for so many steps at once
 TARGET_FAILED = 4  # its place in what the host reads of a walk
 CALIBRATION_STEPS = 8  # weights that are learned stay the same for so many steps
+
+
+@dataclass(frozen=True, eq=False)
+class StepOutcome:
+    """What a step gave to its requests.
+
+    Attributes:
+        events: at most one per request.
+        trees, walk: the trees and the walks; None where a model raised and a request failed by it.
+    """
+
+    events: list[StreamEvent]
+    trees: TreeBatch | None = None
+    walk: VerifyBatch | None = None
 
 
 class BatchLoop:
@@ -63,8 +77,8 @@ class BatchLoop:
         self.unfinished = repeated
 
     @torch.inference_mode()
-    def run(self, live: list[Request]) -> Iterator[tuple[TreeBatch, VerifyBatch, list[StreamEvent]]]:
-        """Step after step until all requests are done: the trees, the walks, and what they gave to every request.
+    def run(self, live: list[Request]) -> Iterator[StepOutcome]:
+        """Step after step until all requests are done.
 
         Step 0 verifies an empty tree behind the prompts. A loop begins where the requests are: at their prompts, or
         behind the last step of a loop that broke off.
@@ -140,7 +154,7 @@ class BatchLoop:
                 walk, read = self._verify(trees, laws, noise)
             events = self._hand_out(step, live, laws, walk, read)
             self.unfinished = None
-            yield trees, walk, events
+            yield StepOutcome(events, trees, walk)
             sampling.observe(walk.token_ids, walk.counts)
             # Last, behind what may raise: a step that is repeated must not have taught anybody anything.
             if self.calibrator is not None:
@@ -223,9 +237,10 @@ class BatchLoop:
         for b, (request, values) in enumerate(zip(live, read, strict=True)):
             count, levels, offered, accepted, target_failed, draft_failed, *emitted = values
             if draft_failed:
-                request.fail("the draft's logits were NaN, +inf or all -inf")
+                events.append(request.fail("the draft's logits were NaN, +inf or all -inf"))
             elif target_failed:
-                request.fail("the target's logits were NaN or +inf, or no token was left after processing")
+                reason = "the target's logits were NaN or +inf, or no token was left after processing"
+                events.append(request.fail(reason))
             else:
                 if step > 0:  # the prompt's pass is in no count
                     request.metrics.record_pass(count - 1, levels, offered, accepted)
@@ -233,5 +248,5 @@ class BatchLoop:
                 try:
                     events.append(request.push(emitted[:count], entry, self.clock.seconds))
                 except Exception as error:  # say, a tokenizer that cannot decode what this one says
-                    request.fail(f"{type(error).__name__}: {error}", error)
+                    events.append(request.fail(f"{type(error).__name__}: {error}", error))
         return events

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from optimized.stopping import FinishReason
+from reference.api import VerifyResult
+from reference.tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -174,7 +177,8 @@ class GenerationResult:
         text: without special tokens, without a stop token's text, cut before a stop string; "" without a tokenizer.
         finish_reason: "eos", "stop" or "length".
         logprobs: one for each of ``token_ids``; None when not asked for.
-        seed: the seed that makes this text again, given or drawn.
+        seed: given or drawn; it makes this text again, but where trees depend on what was decoded before
+            (``RheoDecoder``: a calibrator, ``tree_size="auto"``).
         metrics: this request's.
     """
 
@@ -202,6 +206,7 @@ class StreamEvent:
         token_ids: newly kept tokens; all events' joined are the result's.
         finished: whether this is the request's last event.
         result: the whole result with the last event, else None.
+        failure: with the last event of a request that failed, what went wrong; it has no result then.
     """
 
     index: int
@@ -209,9 +214,24 @@ class StreamEvent:
     token_ids: tuple[int, ...]
     finished: bool = False
     result: GenerationResult | None = None
+    failure: str | None = None
 
 
-class GenerationError(ValueError):
+class TracedStep(NamedTuple):
+    """One step of a request that had a draft.
+
+    Attributes:
+        tree: the draft tree.
+        walk: what verification made of it.
+        root_token: the newest token before the step, which stands at the tree's root.
+    """
+
+    tree: DraftTree
+    walk: VerifyResult
+    root_token: int
+
+
+class GenerationError(RuntimeError):
     """Some requests failed; the others' results are not lost.
 
     Attributes:

@@ -59,7 +59,7 @@ class StepNoise:
     lead_uniforms: Tensor
 
     def select(self, keep: Tensor) -> StepNoise:
-        """Only these requests of the batch."""
+        """Only these requests, [kept] long, of the batch."""
         return StepNoise(*(getattr(self, item.name)[keep] for item in fields(self)))
 
 
@@ -104,7 +104,7 @@ class StepRandomness:
         )
 
     def select(self, keep: Tensor) -> None:
-        """Keep only these requests of the batch."""
+        """Keep only these requests, [kept] long, of the batch."""
         self._keys = self._keys[keep]
 
     def at(self, steps: Tensor) -> StepNoise:

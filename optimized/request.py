@@ -46,7 +46,8 @@ class Request:
         self.cause: Exception | None = None  # what was raised, where the failure is an exception
         self.drafted = True  # False once its text has outgrown the draft's context
         self.steps = 0  # walks taken so far, the prompt's included: where its random numbers go on
-        self._text = TextStream(tokenizer, params, eos_token_ids, len(prompt), max_positions)
+        ends = () if params.ignore_eos else eos_token_ids
+        self._text = TextStream(tokenizer, params, ends, len(prompt), max_positions)
         self._logprobs: list[TokenLogprobs] = []
         self._began = 0.0
         self._raised_at = -1  # the step at which a model last raised for this request alone
@@ -75,9 +76,10 @@ class Request:
         """Start the request's clock."""
         self._began = time.perf_counter()
 
-    def fail(self, reason: str, cause: Exception | None = None) -> None:
-        """End the request without a result."""
+    def fail(self, reason: str, cause: Exception | None = None) -> StreamEvent:
+        """End the request without a result; returns its last event."""
         self.failure, self.cause = reason, cause
+        return StreamEvent(self.index, "", (), finished=True, failure=reason)
 
     def try_again(self) -> bool:
         """Whether to repeat a step at which a model raised for this request alone: once."""

@@ -31,12 +31,14 @@ class SamplingParams:
         repetition_penalty: > 0; logits of tokens seen in the prompt or in the output are divided by it where positive
             and multiplied by it where negative; 1 turns it off.
         logit_bias: target token id -> number added to its logit; -inf bans the token.
-        seed: in [0, 2**64); with the prompt it determines the text. None: see ``resolved_seed``.
+        seed: in [0, 2**64); with the prompt it determines the text, unless the decoder learns from what it decodes
+            (``RheoDecoder``: a calibrator, ``tree_size="auto"``). None: see ``resolved_seed``.
         max_new_tokens: >= 1; how many tokens at most, the end-of-sequence token included. Zero is refused: a request
             that generates nothing has no result to speak of.
         min_new_tokens: EOS, ``stop_token_ids`` and ``stop`` cannot end the text before this many tokens.
         stop: one string or several; the text ends before the first that is completed. Stored as a tuple.
         stop_token_ids: tokens that end the text as EOS does. Stored as a tuple.
+        ignore_eos: go on behind EOS, whose chance stays what it is; stop tokens and strings still count.
         logprobs: None for none, else how many alternatives to report beside each token's own log-probability
             (0: the token's own only).
 
@@ -55,6 +57,7 @@ class SamplingParams:
     min_new_tokens: int = 0
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -85,6 +88,8 @@ class SamplingParams:
             )
         store("stop", _stop_strings(self.stop))
         store("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
         if self.logprobs is not None:
             store("logprobs", _count("logprobs", self.logprobs, 0, "None turns it off"))
 

@@ -165,7 +165,9 @@ class TreeSizer:
         """A batch size that is new goes by what was seen of the nearest one, at its own costs."""
         if batch not in self._paces:
             nearest = min(self._paces, key=lambda known: abs(known - batch), default=None)
-            self._paces[batch] = _Pace() if nearest is None else replace(self._paces[nearest], left=0, tried=TRIAL)
+            self._paces[batch] = (
+                _Pace() if nearest is None else replace(self._paces[nearest], left=0, tried=TRIAL, pause=SHORTEST_PAUSE)
+            )
         return self._paces[batch]
 
     def _costs(self, batch: int) -> StepCosts:

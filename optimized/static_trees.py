@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from optimized.files import read_json
 from optimized.models.embedded import embedded_head_dir
-from reference.api import VerifyResult
+from optimized.outputs import TracedStep
 from reference.topology import Ranks, Topology, canonical_topology
 from reference.tree import DraftTree, law_without
 from reference.verification import check_target, residual
@@ -111,16 +112,16 @@ class Acceptance:
         return np.divide(self.accepted, self.tested, out=np.zeros_like(self.tested), where=self.tested > 0)
 
 
-def count_acceptance(walks: Iterable[tuple[DraftTree, VerifyResult]], children: int) -> Acceptance:
-    """The acceptance of probes in walks that were made, ``RheoDecoder.trace``'s for example.
+def count_acceptance(steps: Iterable[TracedStep], children: int) -> Acceptance:
+    """The acceptance of probes in steps that ``RheoDecoder.trace`` has seen.
 
     Args:
-        walks: trees under the rule "rheo", or without leads, and what the walk made of each.
+        steps: under the rule "rheo", or without leads.
         children: K, the length of the vectors; further children are left out.
     """
     tested, accepted = np.zeros(children), np.zeros(children)
-    for tree, result in walks:
-        stands = (0, *result.accepted_nodes)
+    for tree, walk, _ in steps:
+        stands = (0, *walk.accepted_nodes)
         for row, child in zip(stands, [*stands[1:], None], strict=True):
             probes = tree.probe_children(row)
             through = probes.index(child) if child in probes else len(probes)
@@ -162,7 +163,7 @@ def measure_acceptance(trees: Iterable[tuple[DraftTree, ArrayLike]], children: i
 
 def embedded_topology(size: int, depth: int = 8) -> Topology:
     """The best topology of a size for the embedded pair, by the acceptance rates measured on it and kept beside it."""
-    counts = json.loads((embedded_head_dir() / "acceptance.json").read_text(encoding="utf-8"))
+    counts = read_json(embedded_head_dir() / "acceptance.json")
     return optimal_topology(np.array(counts["accepted"]) / np.array(counts["tested"]), size, depth)
 
 
@@ -179,11 +180,9 @@ def read_topology(path: str | Path) -> Topology:
     if named:
         return embedded_topology(int(named[1]))
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = read_json(Path(path))
     except OSError as error:
         raise ValueError(f"cannot read the topology {path}: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, list) or not all(isinstance(item, list) for item in content):
         raise ValueError(f"{path} must hold a list of paths of child ranks, such as [[0], [1], [0, 0]]")
     try:

@@ -22,7 +22,7 @@ from optimized.verification import VerifyBatch
 from reference.api import RheoConfig
 
 ROUNDS = 7  # of all shapes; the first only warms up
-PROMPT_TOKENS = 64
+PROMPT_TOKENS, LEAST_ROOM = 64, 16
 MOST_ROWS = 256  # of all requests together: larger passes say nothing new and take long
 SHORTEST = 1e-6  # seconds; what a measurement finds to cost less costs so much
 
@@ -39,7 +39,11 @@ class CostTable:
         self._measured: dict[int, StepCosts] = {}
 
     def cover(self, batch: int) -> None:
-        """Measure what is needed to know the costs of up to so many requests."""
+        """Measure what is needed to know the costs of up to so many requests.
+
+        Raises:
+            ValueError: as ``measure_costs``, at the first measurement.
+        """
         for size in sorted({1, batch}):
             largest = max(self._measured, default=0)
             if size > largest:
@@ -75,15 +79,20 @@ def measure_costs(
         calibrator: learns in the decoder whose costs these are; it learns nothing here.
 
     Raises:
-        ValueError: no step could be taken, say because the target's logits are NaN or the draft's context is too short.
+        ValueError: no step could be taken, say because the target's logits are NaN; or the context is too short.
     """
     stopwatch = _Stopwatch(_shapes(config, batch))
     limits = [most for most in (target.max_positions, drafter.max_positions) if most is not None]
-    length = min([PROMPT_TOKENS, *(most // 2 for most in limits)])
-    prompt = [7919 * place % target.vocab_size for place in range(1, max(length, 1) + 1)]
+    room = min(limits) - config.depth if limits else None  # further on nobody would be drafted for
+    if room is not None and room < LEAST_ROOM:
+        raise ValueError(
+            f'tree_size="auto" measures steps, and in a context of {min(limits)} tokens trees of {config.depth} levels '
+            "leave no room for them; give a number of nodes"
+        )
+    length = PROMPT_TOKENS if room is None else min(PROMPT_TOKENS, room // 2)
+    prompt = [7919 * place % target.vocab_size for place in range(1, length + 1)]
     params = SamplingParams(temperature=1.0, seed=0, max_new_tokens=10**6)
     learner = None if calibrator is None else Calibrator(calibrator.prior)
-    room = min(limits) - config.depth if limits else None  # further on nobody would be drafted for
     while not stopwatch.done:
         turn = stopwatch.turn
         requests = [Request(index, prompt, params, None, (), room) for index in range(batch)]

@@ -17,7 +17,10 @@ TIE = 1e-13  # far above the rounding of a sum, far below what a decision may de
 
 
 def reaches(log_scores: Tensor, threshold: float | Fraction) -> Tensor:
-    """Which path scores are at least the threshold; a sum of logs may be below the log of an equal product."""
+    """Which path scores, given as logarithms of any shape, are at least the threshold (> 0), which is not.
+
+    A sum of logarithms may lie below the logarithm of an equal product by its rounding; that much is forgiven.
+    """
     return log_scores >= math.log(threshold) - TIE
 
 

@@ -18,7 +18,7 @@ from optimized.decoder import RheoDecoder
 from optimized.growth import grow_trees
 from optimized.loop import CALIBRATION_STEPS
 from optimized.models import CausalDrafter, TargetModel
-from optimized.randomness import StepRandomness
+from optimized.randomness import StepRandomness, fresh_seed
 from optimized.sampling_params import SamplingParams
 from optimized.target_laws import SamplingBatch, TargetLaws
 from optimized.verification import verify_trees
@@ -248,3 +248,13 @@ def test_the_command_writes_weights_that_decode(
 def test_a_calibrator_replaces_the_configurations_weights() -> None:
     other = replace(prior_weights(), source="another")
     assert decoder(Calibrator(prior=other), weights=prior_weights()).config.weights.source.startswith("learned online")  # type: ignore[union-attr]
+
+
+def test_weights_do_not_meet_the_random_numbers_again_that_shaped_them() -> None:
+    """A calibrator that goes on from what another learned counts its requests from elsewhere."""
+    first = Calibrator()
+    learned = replace(prior_weights(), bands=(replace(prior_weights().bands[0], fill=Curve((0.5,) * len(KNOTS))),) * 6)
+    second, again = Calibrator(learned), Calibrator(learned)
+    assert first.requests == 0
+    assert second.requests == again.requests > 2**32
+    assert fresh_seed(5, first.requests) != fresh_seed(5, second.requests)

@@ -316,7 +316,8 @@ def test_tree_draws_the_steps_tree_and_walk(loaded: dict[str, Any], tmp_path: Pa
     assert result.exit_code == 0
     decoder = RheoDecoder.from_pretrained("embedded", "embedded", loaded["config"])
     params = SamplingParams(seed=4, max_new_tokens=12)
-    tree, walk = decoder.trace("once", params, steps=step)[-1]
+    seen = decoder.trace("once", params, steps=step)
+    tree, walk, root = seen[-1]
     assert result.stdout.count("→") == len(tree) - 1 + 1  # every draft node, and the legend
     assert result.stdout.count("✓") == len(walk.accepted_nodes)
     assert "★" in result.stdout
@@ -326,8 +327,8 @@ def test_tree_draws_the_steps_tree_and_walk(loaded: dict[str, Any], tmp_path: Pa
     assert accepted == [0, *walk.accepted_nodes, len(tree)]
 
     text = decoder.generate("once", params)[0].token_ids
-    emitted = [1, *(len(seen.token_ids) for _, seen in decoder.trace("once", params, steps=step))]
-    root = text[sum(emitted[:step]) - 1]
+    emitted = [1, *(len(walk.token_ids) for _, walk, _ in seen)]
+    assert root == text[sum(emitted[:step]) - 1]
     assert nodes[0][0].text is not None
     assert f"token {root}" in nodes[0][0].text
 

@@ -246,6 +246,75 @@ def test_nan_fails_its_own_request_and_the_others_are_not_lost(who: str) -> None
     assert one.generate(PROMPTS, params)[2].token_ids == healthy[2].token_ids
 
 
+def test_a_request_that_fails_has_a_last_event_at_once() -> None:
+    """So that whoever streams it need not wait for its mates; also where a model raises for one request alone."""
+    for poison in (np.float32(np.nan), None):
+        one = decoder(eos=())
+        good = one.drafter.logits  # type: ignore[union-attr]
+
+        def logits(path: tuple[int, ...], good: Any = good, poison: Any = poison) -> Any:
+            if path[0] == 4 and len(path) > 4:
+                if poison is None:
+                    raise RuntimeError("no more")
+                return good(path) * poison
+            return good(path)
+
+        one.drafter.logits = logits  # type: ignore[union-attr]
+        events = []
+        with pytest.raises(GenerationError) as caught:
+            events.extend(one.stream([[1, 2], [4]], SamplingParams(seed=1, max_new_tokens=20)))
+        last = [event for event in events if event.finished]
+        assert {event.index: event.failure for event in last} == {0: None, 1: caught.value.failures[1]}
+        if poison is not None:  # where a model raises, one half of a batch goes on after the other
+            assert (last[-1].index, last[-1].result is not None) == (0, True)
+        assert [event.index for event in events].count(1) > 1
+        assert not isinstance(caught.value, ValueError)  # the caller did nothing wrong
+
+
+def test_ignored_ends_of_text_are_tokens_like_others() -> None:
+    """The law does not change: the text begins as the one that ends there."""
+    for seed in range(20):
+        params = SamplingParams(seed=seed, max_new_tokens=30)
+        [ended] = decoder().generate([[1, 2]], params)
+        [whole] = decoder().generate([[1, 2]], replace(params, ignore_eos=True))
+        assert whole.token_ids[: len(ended.token_ids)] == ended.token_ids
+        assert (len(whole.token_ids), whole.finish_reason) == (30, "length")
+    with pytest.raises(ValueError, match="ignore_eos must be True or False, got 1"):
+        SamplingParams(ignore_eos=1)  # type: ignore[arg-type]
+
+
+def test_arguments_of_another_type_are_named() -> None:
+    target, drafter = decoder().target, decoder().drafter
+    with pytest.raises(ValueError, match="config must be a RheoConfig or None, got dict"):
+        RheoDecoder(target, drafter, config={})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_batch_size must be an integer of at least 1, got '8'"):
+        RheoDecoder(target, drafter, max_batch_size="8")  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match="the drafter object has no vocab_map, vocab_size, feature_layers, max_positions"
+    ):
+        RheoDecoder(target, object())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="which draft goes with some/target"):
+        RheoDecoder.from_pretrained("some/target")
+    with pytest.raises(ValueError, match="max_batch_size must be"):  # before anything is loaded
+        RheoDecoder.from_pretrained("some/target", None, max_batch_size=0)
+
+
+def test_a_trace_tells_the_token_at_every_root() -> None:
+    """Whatever thresholds leave out: the root is the newest token of the text before the step."""
+    for config in (CONFIG, replace(CONFIG, score_threshold=0.4)):
+        params = SamplingParams(seed=3, max_new_tokens=40)
+        [result] = decoder(config, eos=()).generate([[1, 2]], params)
+        steps = decoder(config, eos=()).trace([1, 2], params, steps=30)
+        text, found = result.token_ids, 0
+        for step in steps:
+            path = (step.root_token, *step.walk.token_ids)
+            found = next(i for i in range(found, len(text)) if text[i : i + len(path)] == path[: len(text) - i])
+            assert step.tree.token_ids[0] == -1
+        assert len(steps) > 5
+    with pytest.raises(ValueError, match="has no draft"):
+        RheoDecoder(decoder().target, None).trace([1], SamplingParams(max_new_tokens=3))
+
+
 def test_a_raising_model_leaves_the_decoder_usable() -> None:
     one = decoder()
     expected = one.generate([[1]], MIXED[0])[0].token_ids
@@ -309,6 +378,6 @@ def test_a_small_draft_vocabulary_maps_into_the_targets() -> None:
     one = RheoDecoder(PathTarget(VOCAB, target_logits), drafter, config=CONFIG)  # type: ignore[arg-type]
     [result] = one.generate([[1]], SamplingParams(seed=3, max_new_tokens=40))
     assert result.metrics.tau > 1.1
-    for tree, walk in one.trace([1], SamplingParams(seed=3, max_new_tokens=40), steps=5):
+    for tree, walk, _ in one.trace([1], SamplingParams(seed=3, max_new_tokens=40), steps=5):
         assert set(tree.token_ids[1:]) <= set(ids.tolist())
         assert walk.token_ids[: len(walk.accepted_nodes)] == tuple(tree.token_ids[row] for row in walk.accepted_nodes)

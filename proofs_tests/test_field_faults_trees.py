@@ -126,7 +126,7 @@ def test_15_depth_is_one_more_and_the_budget_one_less() -> None:
     drafter = PathDrafter(4, target.logits)
     wide = RheoConfig(branching=10, depth=1, tree_size=60)
     one = RheoDecoder(target, drafter, config=wide)  # type: ignore[arg-type]
-    for tree, walk in one.trace([1], SamplingParams(seed=1, max_new_tokens=20), steps=9):
+    for tree, walk, _ in one.trace([1], SamplingParams(seed=1, max_new_tokens=20), steps=9):
         assert sorted(tree.token_ids[1:]) == [0, 1, 2, 3]
         assert len(walk.token_ids) == 2  # all of the vocabulary is offered: one is accepted, and one added
 

@@ -54,7 +54,7 @@ def test_a_rejected_node_that_is_nan_spoils_the_rows_beside_it() -> None:
     broken = llama()
     broken.model.embed_tokens.weight[90] = np.nan
     one = causal_decoder(model=broken, draft=draft)
-    assert any(90 in tree.token_ids for tree, _ in one.trace([5, 6], params, steps=3))
+    assert any(90 in tree.token_ids for tree, _, _ in one.trace([5, 6], params, steps=3))
     assert texts(one.generate([[5, 6], [7]], params)) == texts(expected)
     with pytest.raises(GenerationError, match="request 0: the target's logits were NaN"):
         one.generate([[5, 90, 6]], params)
@@ -122,7 +122,7 @@ def test_a_draft_that_never_answers_the_same_twice() -> None:
     text = [1, 2, one.generate([[1, 2]], replace(PARAMS[0], max_new_tokens=1, min_new_tokens=0))[0].token_ids[0]]
     params = SamplingParams(seed=1, max_new_tokens=60)
     probes = 0
-    for step, (tree, walk) in enumerate(one.trace([1, 2], params, steps=20), start=1):
+    for step, (tree, walk, _) in enumerate(one.trace([1, 2], params, steps=20), start=1):
         rows = [torch.from_numpy(target_logits((*text, *tree.path(row)))) for row in range(len(tree))]
         noise = verify_noise(1, step, CONFIG.tree_size + 1)
         assert verify(tree, torch.stack(rows).double().softmax(-1).numpy(), noise) == walk
@@ -211,7 +211,7 @@ def test_a_draft_that_can_say_one_token_only(lead_tokens: int) -> None:
     drafter = PathDrafter(13, lambda _: np.where(np.arange(13) == 7, 0.0, -np.inf).astype(np.float32))
     config = RheoConfig(lead_tokens, branching=3, depth=3, tree_size=8)
     one = RheoDecoder(PathTarget(13, target_logits), drafter, config=config)  # type: ignore[arg-type]
-    for tree, _ in one.trace([1], SamplingParams(seed=2, max_new_tokens=30), steps=4):
+    for tree, _, _ in one.trace([1], SamplingParams(seed=2, max_new_tokens=30), steps=4):
         assert tree.token_ids == (-1, 7, 7, 7)
         assert tree.is_probe == (False, *[lead_tokens == 0] * 3)
     [result] = one.generate([[1]], SamplingParams(temperature=0, max_new_tokens=15))

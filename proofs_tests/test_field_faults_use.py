@@ -208,6 +208,9 @@ def test_26_rope_scaling_is_dropped(tmp_path: Path, scaling: dict[str, Any]) -> 
         torch.testing.assert_close(head.rotary_emb.inv_freq, expected)
     with pytest.raises(ValueError, match=r"partial_rotary_factor=0\.5, which is not supported"):
         load_head(write(tmp_path / "half", RAW | {"partial_rotary_factor": 0.5}, head_tensors()), HIDDEN, TARGET_VOCAB)
+    rope = {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}}
+    with pytest.raises(ValueError, match=r"partial_rotary_factor=0\.5, which is not supported"):
+        load_head(write(tmp_path / "within", RAW | rope, head_tensors()), HIDDEN, TARGET_VOCAB)
 
 
 def test_26_no_vocabulary_map_where_the_vocabularies_are_equal(tmp_path: Path) -> None:
@@ -315,7 +318,7 @@ def test_28_vocabularies_padded_to_different_sizes(target_vocab: int, draft_voca
     assert result.token_ids == plain.token_ids
     assert not bias or set(bias) & set(result.token_ids)
     assert sum(result.metrics.accepted_per_level) > 3
-    for tree, _ in one.trace([5, 6, 7], SamplingParams(seed=1), steps=5):
+    for tree, _, _ in one.trace([5, 6, 7], SamplingParams(seed=1), steps=5):
         assert max(tree.token_ids) < shared
 
 

@@ -74,7 +74,7 @@ def test_a_result_has_one_logprob_per_token() -> None:
 def test_generation_error_names_the_failures_and_keeps_the_results() -> None:
     done = result((2,), None)
     error = pickle.loads(pickle.dumps(GenerationError({2: "NaN logits"}, [done, done, None])))
-    assert isinstance(error, ValueError)
+    assert isinstance(error, RuntimeError)
     assert error.failures == {2: "NaN logits"}
     assert error.results == [done, done, None]
     assert str(error).startswith("1 of 3 requests failed (request 2: NaN logits); the 2 finished results")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from optimized.calibration import Calibrator, prior_weights
 from optimized.committed import Committed, joined
 from optimized.decoder import RheoDecoder
+from optimized.drafting import MOST_UNREAD
 from optimized.growth import grow_trees
 from optimized.models.eagle3 import Eagle3Drafter
 from optimized.randomness import StepRandomness
@@ -250,6 +252,43 @@ def test_a_drafter_that_catches_up_reads_no_more_columns_than_its_context() -> N
     decoder.generate([[1] * 50, [2, 3]], params)
     assert widths
     assert max(widths) <= AUTO.depth
+
+
+def test_a_drafter_that_is_not_asked_keeps_little_unread() -> None:
+    """In a long pause what was missed is read now and then; the drafter checks what it is given."""
+    target, drafter = PathTarget(6, random_logits(5, 6, "normal")), PathDrafter(6)
+    decoder = alternating(RheoDecoder(target, drafter, None, AUTO))  # type: ignore[arg-type]
+    advance, turns, reads = drafter.advance, itertools.count(), []
+
+    def spy(token_ids, counts, features):  # type: ignore[no-untyped-def]
+        reads.append(int(counts.max()))
+        return advance(token_ids, counts, features)
+
+    drafter.advance = spy  # type: ignore[method-assign]
+    decoder.sizer.shape = lambda config, batch: None if next(turns) < 300 else config  # type: ignore[union-attr, method-assign]
+    params = [SamplingParams(seed=1, max_new_tokens=400), SamplingParams(seed=2, max_new_tokens=150)]
+    results = decoder.generate([[1, 2], [3]], params)
+    assert [len(result.token_ids) for result in results] == [400, 150]
+    assert reads[:4] == [MOST_UNREAD + 2, *[MOST_UNREAD + 1] * 3]  # the first look reads the prompt, too
+    assert max(reads[4:]) <= MOST_UNREAD + 1
+
+
+def test_a_batch_that_shrinks_tries_again_soon() -> None:
+    """Pauses that grew at one batch size are not handed on to the next."""
+    sizer = TreeSizer(lambda batch: COSTS)
+    assert sum(drafts(sizer, 3000, [0.1, 0.01], accepted=0, batch=8)) < 100
+    for batch in range(7, 0, -1):
+        assert any(drafts(sizer, 40, [0.1, 0.01], accepted=0, batch=batch))
+
+
+def test_a_context_too_short_to_measure_in_is_told() -> None:
+    target, drafter = PathTarget(6, random_logits(5, 6, "normal")), PathDrafter(6)
+    drafter.max_positions = 6  # type: ignore[assignment]
+    decoder = RheoDecoder(target, drafter, None, AUTO)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"in a context of 6 tokens trees of 3 levels leave no room .* number of nodes"
+    ):
+        decoder.generate([[1, 2]], SamplingParams(seed=1, max_new_tokens=3))
 
 
 def test_steps_that_cannot_be_measured_are_an_error() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from optimized.evidence.cases import HARD_CASES_BY_NAME
 from optimized.models.embedded import embedded_head_dir
+from optimized.outputs import TracedStep
 from optimized.static_trees import (
     count_acceptance,
     expected_length,
@@ -185,13 +186,13 @@ def test_measured_acceptance_is_exact_and_is_what_walks_count() -> None:
         tree = grow_tree(config, lambda path: DraftLaw(q, q), GrowthNoise(rng.random((2, 2, 2))))
         laws = np.tile(target, (len(tree), 1))
         noise = VerifyNoise(rng.random((len(tree), 2)), rng.random(len(tree)), rng.random(len(tree)))
-        walks.append((tree, verify(tree, laws, noise)))
+        walks.append(TracedStep(tree, verify(tree, laws, noise), 0))
         trees.append((tree, laws))
     counted, computed = count_acceptance(walks, 3), measure_acceptance(trees, 3)
     assert counted.tested[0] == sum(
-        bool(tree.probe_children(row)) for tree, walk in walks for row in (0, *walk.accepted_nodes)
+        bool(tree.probe_children(row)) for tree, walk, _ in walks for row in (0, *walk.accepted_nodes)
     )
-    assert counted.accepted.sum() == sum(len(walk.accepted_nodes) for _, walk in walks)
+    assert counted.accepted.sum() == sum(len(walk.accepted_nodes) for _, walk, _ in walks)
     np.testing.assert_allclose(counted.rates[:2], computed.rates[:2], atol=0.06)
     assert counted.rates[2] == computed.rates[2] == 0
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,12 +43,12 @@ ATOL = 1e-4  # float32 rounding; a wrong mask, position or feature moves these l
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def tiny_target(seed: int = 1, **changes) -> TargetModel:
+def tiny_target(seed: int = 1, layers: int = 5) -> TargetModel:
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=24, num_hidden_layers=5, num_attention_heads=4,
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=24, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, rope_theta=500.0, max_position_embeddings=64, eos_token_id=2,
-        bos_token_id=None, tie_word_embeddings=False, **changes,
+        bos_token_id=None, tie_word_embeddings=False,
     )  # fmt: skip
     return TargetModel(spread(LlamaForCausalLM(config)).requires_grad_(False))
 
@@ -208,7 +210,7 @@ def test_any_target_can_teach(kind, tmp_path):
     assert student.vocab_map is None
     train(tmp_path, target, student, texts(4, 12), TrainSettings(steps=2, batch=2, warmup=0))
     write_head(tmp_path / "head", student, "", torch.float32)
-    drafter = load_drafter(tmp_path / "head", target, feature_layers=LAYERS, pack=False)
+    drafter = load_drafter(tmp_path / "head", target, pack=False)
     assert drafter.vocab_map is None
     frequencies = drafter.head.rotary_emb.inv_freq
     torch.testing.assert_close(frequencies, student.head.rotary_emb.inv_freq)
@@ -317,11 +319,36 @@ def test_written_head_is_read_as_it_was(tmp_path, dtype):
     for name, weight in student.head.state_dict().items():
         assert torch.equal(head.state_dict()[name], weight.to(dtype))
     assert (tmp_path / "README.md").read_text() == "# A head\n"
-    again = read_student(tmp_path, target, LAYERS)
+    again = read_student(tmp_path, target)
     assert again.head.fc.weight.dtype == torch.float32
     write_head(tmp_path / "again", again, "", dtype)
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+def test_written_head_names_its_feature_layers(tmp_path):
+    target = tiny_target(layers=10)
+    student = new_student(target, IDS, (1, 4, 8))  # not the default, (2, 5, 7)
+    write_head(tmp_path, student, "")
+    assert load_drafter(tmp_path, target).feature_layers == (1, 4, 8)
+    assert read_student(tmp_path, target).feature_layers == (1, 4, 8)
+    assert read_student(tmp_path, target, (2, 3, 9)).feature_layers == (2, 3, 9)
+    nested = student.raw | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 7]}}  # what leaves a layer
+    (tmp_path / "config.json").write_text(json.dumps(nested | {"dtype": "float16"}))
+    other = read_student(tmp_path, target)
+    assert other.feature_layers == (1, 4, 8)
+    write_head(tmp_path, replace(other, feature_layers=(1, 5, 9)), "")
+    assert load_drafter(tmp_path, target).feature_layers == (1, 5, 9)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["eagle_aux_hidden_state_layer_ids"] == [1, 5, 9]
+    assert "eagle_config" not in written
+    assert (written["torch_dtype"], written.get("dtype")) == ("bfloat16", None)
+    del nested["eagle_config"]
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    assert read_student(tmp_path, target).feature_layers == load_drafter(tmp_path, target).feature_layers == (2, 5, 7)
+    (tmp_path / "config.json").write_text(json.dumps(nested | {"eagle_aux_hidden_state_layer_ids": [1, 4, 8, 9]}))
+    with pytest.raises(ValueError, match=r"must be a list of integers, three of them, got \[1, 4, 8, 9\]"):
+        read_student(tmp_path, target)
 
 
 # --- evaluation

@@ -8,20 +8,31 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from optimized.cli import app
 from optimized.models import load_drafter
 from optimized.models.target import TargetModel
-from optimized.training import CorpusSettings, TrainSettings, load_corpus, write_corpus
+from optimized.training import (
+    CorpusSettings,
+    TrainSettings,
+    load_corpus,
+    new_student,
+    read_student,
+    write_corpus,
+    write_head,
+)
 from optimized.training.conversations import conversation_format, draw
 from optimized.training.journal import read_journal
 from optimized.training.pipeline import train_head
-from proofs_tests.tiny_models import byte_tokenizer
+from proofs_tests.tiny_models import byte_tokenizer, spread
+from reference.api import GREEDY_TEMPERATURE
 
 EOS = 256
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};\n{% endfor %}"
+ATOL = 1e-5  # float32 rounding, which differs with where the weights lie in their file
 SETTINGS = CorpusSettings(conversations=7, length=40, batch=3, held_out=2, top_k=0, answer_temperatures=(0.5, 1.0))
 
 
@@ -88,6 +99,14 @@ def test_draw_is_the_inverse_cdf_of_the_tempered_law():
     drawn = draw(logits, torch.ones(1000), 2, uniforms)
     assert set(drawn.tolist()) == {1, 2}
     assert set(draw(logits, torch.zeros(1000), 0, uniforms).tolist()) == {1}
+
+
+def test_draw_is_greedy_below_the_one_cut_off():
+    sampled = torch.full((9,), GREEDY_TEMPERATURE)
+    logits, uniforms = torch.zeros(9, 3), (torch.arange(9).double() + 0.5) / 9
+    assert torch.bincount(draw(logits, sampled, 0, uniforms)).tolist() == [3, 3, 3]
+    greedy = sampled.nextafter(torch.tensor(0.0))
+    assert len(set(draw(logits, greedy, 0, uniforms).tolist())) == 1
 
 
 # --- the corpus
@@ -165,6 +184,9 @@ def test_corpus_refusals(tmp_path):
     shard.write_bytes(b"broken")
     with pytest.raises(ValueError, match="is damaged"):
         load_corpus(tmp_path)
+    (tmp_path / "corpus.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"corpus\.json must hold a JSON object, got list"):
+        load_corpus(tmp_path)
     with pytest.raises(ValueError, match="nothing is left to train on"):
         CorpusSettings(conversations=24)
     with pytest.raises(ValueError, match="answer_temperatures must be numbers >= 0"):
@@ -194,6 +216,58 @@ def test_pipeline_with_a_checkpoint_to_go_on_from(tmp_path):
     assert torch.equal(load_drafter(second, target).vocab_map, drafter.vocab_map)
     before, after = (read_journal(tmp_path / name / "held_out.csv") for name in "ab")
     assert after[0]["overlap_1"] == pytest.approx(before[-1]["overlap_1"], abs=0.01)  # rounded to bfloat16 between
+
+
+def as_speculators(official: Path, directory: Path) -> Path:
+    """The same head as the ``speculators`` library stores it: the layer's settings are nested, its weights renamed."""
+    directory.mkdir()
+    raw = json.loads((official / "config.json").read_text())
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
+        "speculators_model_type": "eagle3",
+        "speculators_config": {"algorithm": "eagle3"},
+        "eagle_aux_hidden_state_layer_ids": raw.pop("eagle_aux_hidden_state_layer_ids"),
+    }
+    size = raw.pop("draft_vocab_size")
+    if size < raw["vocab_size"]:  # else it may be left out
+        config["draft_vocab_size"] = size
+    (directory / "config.json").write_text(json.dumps(config | {"transformer_layer_config": raw}))
+    tensors = load_file(official / "model.safetensors")
+    save_file({name.replace("midlayer.", "layers.0."): it for name, it in tensors.items()},
+              directory / "model.safetensors")  # fmt: skip
+    return directory
+
+
+@pytest.mark.parametrize("draft_vocab", [40, 257])
+def test_pipeline_goes_on_from_a_speculators_head(tmp_path, draft_vocab):
+    target, tokenizer = TargetModel(tiny_model()), byte_tokenizer(TEMPLATE)
+    student = new_student(target, torch.arange(257 - draft_vocab, 257), (1, 3, 5))
+    spread(student.head)
+    write_head(tmp_path / "official", student, "", torch.float32)
+    given = as_speculators(tmp_path / "official", tmp_path / "given")
+    write_head(tmp_path / "again", read_student(given, target), "", torch.float32)
+    features = torch.randn(1, 6, 48, generator=torch.Generator().manual_seed(0))
+    drafters = [load_drafter(tmp_path / name, target) for name in ("official", "given", "again")]
+    drafted = []
+    for drafter in drafters:
+        drafter.reset(torch.tensor([1]))
+        drafted.append(drafter.advance(torch.arange(10, 16)[None], torch.tensor([6]), features))
+        torch.testing.assert_close(drafted[-1], drafted[0], atol=ATOL, rtol=0)
+        weights = drafter.head.state_dict()
+        assert all(torch.equal(weights[name], it) for name, it in student.head.state_dict().items())
+        ids = torch.arange(draft_vocab) if drafter.vocab_map is None else drafter.vocab_map
+        assert ids.tolist() == list(range(257 - draft_vocab, 257))
+        assert drafter.feature_layers == (1, 3, 5)
+    written = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert written["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert written["num_hidden_layers"] == 1
+    assert not {"speculators_model_type", "speculators_config", "auto_map", "transformer_layer_config"} & set(written)
+
+    training = TrainSettings(steps=1, batch=2)
+    made = train_head(tmp_path / "run", target, tokenizer, SETTINGS, training, init=given, plot=False)
+    assert f"| {draft_vocab} tokens" in (made / "README.md").read_text()
+    assert load_drafter(made, target).feature_layers == (1, 3, 5)
 
 
 def rheo(*arguments: object) -> Result:

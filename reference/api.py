@@ -51,8 +51,8 @@ class RheoConfig:
         weights: calibrated weights for path scores; None for the paper's, q and the proxy.
         score_threshold: in [0, 1]; a node with a smaller path score is not offered, so the tree may stay below
             ``tree_size``.
-        level_threshold: in [0, 1]; below a level whose best node has a smaller path score no other is drafted, so the
-            tree may stay below ``depth``.
+        level_threshold: in [0, 1]; below a level whose best node scores less, no further level is drafted, so the tree
+            may stay below ``depth``.
 
     Raises:
         ValueError: an attribute is out of its range, or the topology is none or contradicts another attribute.

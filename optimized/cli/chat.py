@@ -13,6 +13,7 @@ from optimized.cli.console import complain, out
 from optimized.cli.generate import show_metrics, show_stream
 from optimized.cli.options import PROMPT, ModelOptions, SamplingOptions, TreeOptions
 from optimized.cli.prompts import has_chat_template
+from optimized.outputs import GenerationError
 
 if TYPE_CHECKING:
     from optimized.decoder import RheoDecoder
@@ -110,6 +111,9 @@ class Conversation:
             return
         except ValueError as error:  # say, the conversation has outgrown the context
             complain(f"{error}; /reset starts over")
+            return
+        except GenerationError as error:
+            complain(str(error))
             return
         self.messages = [*messages, {"role": "assistant", "content": self.last.text}]
         self.turn += 1

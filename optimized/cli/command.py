@@ -23,8 +23,8 @@ def command(app: typer.Typer, name: str) -> Callable[[Callable[..., None]], Call
     declared once, there, and the function receives the dataclass; a default instance changes the options' defaults.
     ``--debug`` is added to every command.
 
-    A ``ValueError`` or a missing file ends the command with exit code 2; every other error, and a generation that
-    failed, with 1.
+    A ``ValueError`` or a missing file ends the command with exit code 2; every other error, a generation that failed
+    among them, with 1.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
@@ -76,9 +76,7 @@ def _keyword(name: str, hint: Any, default: Any) -> inspect.Parameter:
 
 
 def _is_bad_input(error: Exception) -> bool:
-    from optimized.outputs import GenerationError
-
-    return isinstance(error, ValueError | FileNotFoundError) and not isinstance(error, GenerationError)
+    return isinstance(error, ValueError | FileNotFoundError)
 
 
 def _told(error: Exception) -> str:

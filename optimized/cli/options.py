@@ -66,6 +66,9 @@ class SamplingOptions(LawOptions):
     stop: Annotated[
         list[str] | None, Option(help="End before this string; repeat for several.", rich_help_panel=SAMPLING)
     ] = None
+    ignore_eos: Annotated[
+        bool, Option("--ignore-eos", help="Go on behind an end of text.", rich_help_panel=SAMPLING)
+    ] = False
 
     def params(self, **changes: Any) -> SamplingParams:
         return super().params(**{"stop": tuple(self.stop or ()), **changes})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -13,19 +13,15 @@ from optimized.cli.options import OUTPUT, ModelOptions, SamplingOptions, TreeOpt
 from optimized.cli.prompts import PromptOptions
 from optimized.drawing import draw_tree, terminal_legend, tree_nodes, tree_svg
 
-if TYPE_CHECKING:
-    from optimized.decoder import RheoDecoder
-    from optimized.sampling_params import SamplingParams
-    from reference.api import VerifyResult
-    from reference.tree import DraftTree
-
 
 def tree(
     prompt: PromptOptions,
     sampling: SamplingOptions,
     shape: TreeOptions,
     models: ModelOptions,
-    step: Annotated[int, typer.Option(help="Which step's tree to draw.", rich_help_panel=OUTPUT)] = 1,
+    step: Annotated[
+        int, typer.Option(help="Which step's tree to draw, of those with a draft.", rich_help_panel=OUTPUT)
+    ] = 1,
     svg: Annotated[
         Path | None, typer.Option(help="Write an SVG file as well.", dir_okay=False, rich_help_panel=OUTPUT)
     ] = None,
@@ -40,7 +36,10 @@ def tree(
     text = prompt.single()
     decoder = models.load(config)
     with working(f"decoding {step} step{'s' * (step > 1)}"):
-        draft_tree, walk, root = traced(decoder, prompt.encode(decoder, [text])[0], params, step)
+        seen = decoder.trace(prompt.encode(decoder, [text])[0], params, steps=step)
+    if len(seen) < step:
+        raise ValueError(f"the text ends after {len(seen)} steps with a draft; there is no step {step}")
+    draft_tree, walk, root = seen[-1]
     picture: dict[str, Any] = {
         "text_of": lambda token: decoder.tokenizer.decode([token]),
         "walk": walk,
@@ -53,21 +52,3 @@ def tree(
     if svg is not None:
         svg.write_text(tree_svg(draft_tree, **picture), encoding="utf-8")
         out.print(f"wrote {svg}", markup=False)
-
-
-def traced(
-    decoder: RheoDecoder, prompt: str | list[int], params: SamplingParams, step: int
-) -> tuple[DraftTree, VerifyResult, int]:
-    """The tree of a step, its walk, and the token at its root.
-
-    Raises:
-        ValueError: the text ends before that step.
-    """
-    trees = decoder.trace(prompt, params, steps=step)
-    if len(trees) < step:
-        raise ValueError(f"the text ends after {len(trees)} steps; there is no step {step}")
-    if step > 1:
-        return *trees[-1], trees[-2][1].token_ids[-1]
-    # The first tree's root is the token that the prompt alone gave; the same seed gives it again.
-    first = decoder.generate(prompt, replace(params, max_new_tokens=1, min_new_tokens=0))[0]
-    return *trees[0], first.token_ids[0]

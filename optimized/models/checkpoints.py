@@ -6,7 +6,6 @@ settings in ``transformer_layer_config`` (what is a default there is left out) a
 
 from __future__ import annotations
 
-import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
+from optimized.files import read_json_object
 from optimized.models.eagle3 import Eagle3Head, llama_config
 
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"  # see ``feature_layers_of``
 _WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -26,7 +27,6 @@ _WEIGHT_FILES = (
     "pytorch_model.bin.index.json",
 )
 _REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _OF_THE_TARGET = ("verifier_lm_head.weight", "verifier_norm.weight")  # copies that some speculators checkpoints hold
 
 
@@ -43,14 +43,14 @@ def feature_layers_of(raw: dict[str, Any]) -> tuple[int, ...] | None:
     Inside ``eagle_config`` (by SpecForge and SGLang), it is that of the layer the state comes out of: one less.
 
     Raises:
-        ValueError: not a list of integers.
+        ValueError: not a list of three integers.
     """
     nested = raw.get("eagle_config")
     for holder, shift in ((raw, 0), (nested if isinstance(nested, dict) else {}, 1)):
-        layers = holder.get(_LAYER_IDS)
+        layers = holder.get(LAYER_IDS)
         if layers is not None:
-            if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
-                raise ValueError(f"{_LAYER_IDS} must be a list of integers, got {layers!r}")
+            if not isinstance(layers, list) or [type(layer) for layer in layers] != [int] * 3:
+                raise ValueError(f"{LAYER_IDS} must be a list of integers, three of them, got {layers!r}")
             return tuple(layer + shift for layer in layers)
     return None
 
@@ -73,14 +73,17 @@ def load_head(
             map is wrong, or the head is not for this target.
     """
     directory = Path(directory)
-    raw = read_config(directory)
-    tensors = read_tensors(directory)
-    if "transformer_layer_config" in raw:
-        raw, tensors = _from_speculators(directory, raw, tensors)
+    stored, tensors = read_config(directory), read_tensors(directory)
+    raw = official_config(directory, stored)
+    if raw is not stored:
+        tensors = _official_names(tensors)
     _refuse_older_eagle(directory, tensors)
-    if raw.get("norm_before_fc") or raw.get("partial_rotary_factor", 1) != 1:
-        name = "norm_before_fc" if raw.get("norm_before_fc") else "partial_rotary_factor"
-        raise ValueError(f"the head in {directory} has {name}={raw[name]}, which is not supported")
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    partial = raw.get("partial_rotary_factor") or rope.get("partial_rotary_factor", 1)
+    if raw.get("norm_before_fc"):
+        raise ValueError(f"the head in {directory} has norm_before_fc={raw['norm_before_fc']}, which is not supported")
+    if partial != 1:
+        raise ValueError(f"the head in {directory} has partial_rotary_factor={partial}, which is not supported")
     missing = [key for key in _REQUIRED_KEYS if not isinstance(raw.get(key), int)]
     if missing:
         raise ValueError(f"{directory / 'config.json'} gives no {', '.join(missing)}")
@@ -111,10 +114,18 @@ def load_head(
     return head.requires_grad_(False), vocab_map
 
 
-def _from_speculators(
-    directory: Path, raw: dict[str, Any], tensors: dict[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors as in the official layout."""
+def official_config(directory: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """A head's config.json in the official layout: itself if it is, made from it if it is the speculators library's.
+
+    Args:
+        directory: where it is from, for messages.
+        raw: see ``read_config``.
+
+    Raises:
+        ValueError: a speculator of another kind.
+    """
+    if "transformer_layer_config" not in raw:
+        return raw
     layer = raw["transformer_layer_config"]
     kind = raw.get("speculators_model_type", "eagle3")
     model_type = layer.get("model_type", "llama") if isinstance(layer, dict) else None
@@ -123,14 +134,19 @@ def _from_speculators(
             f"{directory} holds a speculator of type {kind} with layers of type {model_type}; only eagle3 "
             "with llama layers is supported"
         )
-    settings = LlamaConfig(**layer).to_dict()
-    kept = {key: value for key, value in raw.items() if key != "transformer_layer_config"}
-    renamed = {
+    theirs = ("transformer_layer_config", "auto_map")  # these and speculators_* tell readers that it is their layout
+    kept = {key: value for key, value in raw.items() if key not in theirs and not key.startswith("speculators_")}
+    fixed = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+    return LlamaConfig(**layer).to_dict() | kept | fixed
+
+
+def _official_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of the speculators library by their names in the official layout."""
+    return {
         "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name: tensor
         for name, tensor in tensors.items()
         if name not in _OF_THE_TARGET
     }
-    return settings | kept, renamed
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -142,17 +158,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise ValueError(f"{directory} is not a model directory: it has no config.json")
-    return _read_json(path)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
+    return read_json_object(path)
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
@@ -167,7 +173,7 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     if path.suffix != ".json":
         return _read_file(path)
     tensors: dict[str, Tensor] = {}
-    weight_map = _read_json(path).get("weight_map")
+    weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"{path} has no weight_map")
     for name in sorted(set(weight_map.values())):

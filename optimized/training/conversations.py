@@ -12,6 +12,7 @@ from torch import Tensor
 
 from optimized.models.target import TargetModel
 from optimized.training.settings import CorpusSettings
+from reference.api import GREEDY_TEMPERATURE
 
 _MARKS = ("FIRSTQUESTION", "FIRSTANSWER", "SECONDQUESTION")  # stand for the turns while the template is taken apart
 
@@ -64,7 +65,7 @@ def draw(logits: Tensor, temperatures: Tensor, top_k: int, uniforms: Tensor) -> 
 
     Args:
         logits: [rows, vocab_size].
-        temperatures: [rows] float; 0 is greedy.
+        temperatures: [rows] float; below ``GREEDY_TEMPERATURE`` the likeliest is taken.
         top_k: 0 keeps all.
         uniforms: [rows] float64 in [0, 1).
 
@@ -73,10 +74,10 @@ def draw(logits: Tensor, temperatures: Tensor, top_k: int, uniforms: Tensor) -> 
     """
     kept = min(top_k or logits.shape[-1], logits.shape[-1])
     values, ids = logits.float().topk(kept, dim=-1)
-    law = (values / temperatures.clamp(min=1e-5)[:, None]).softmax(-1).double()
+    law = (values / temperatures.clamp(min=GREEDY_TEMPERATURE)[:, None]).softmax(-1).double()
     cumulative = law.cumsum(-1)
     place = (cumulative <= uniforms[:, None] * cumulative[:, -1:]).sum(-1, keepdim=True).clamp(max=kept - 1)
-    place = torch.where(temperatures[:, None] < 1e-5, 0, place)
+    place = torch.where(temperatures[:, None] < GREEDY_TEMPERATURE, 0, place)
     return ids.gather(-1, place)[:, 0]
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from optimized.files import read_json, write_json, write_whole
+from optimized.files import read_json_object, write_json, write_whole
 from optimized.models.target import TargetModel
 from optimized.training.conversations import conversation_format, write_conversations
 from optimized.training.settings import CorpusSettings, check_same, plain
@@ -64,11 +64,11 @@ def write_corpus(
         report: called as the work goes on, with tokens done and tokens in all.
 
     Raises:
-        ValueError: the directory holds a corpus of other settings, or damaged shards.
+        ValueError: the directory holds a corpus of other settings, or damaged files.
     """
     about = {"target": target_name, "vocab_size": target.vocab_size, **plain(settings)}
     if (directory / "corpus.json").is_file():
-        check_same(f"the corpus in {directory}", read_json(directory / "corpus.json"), about)
+        check_same(f"the corpus in {directory}", read_json_object(directory / "corpus.json"), about)
     layout = conversation_format(tokenizer, target.eos_token_ids)
     write_json(directory / "corpus.json", about)
     for shard in range(settings.shards):
@@ -92,12 +92,12 @@ def load_corpus(directory: Path | str) -> Corpus:
     """Read a complete corpus.
 
     Raises:
-        ValueError: there is none, it is not complete, or a shard is damaged.
+        ValueError: there is none, it is not complete, or one of its files is damaged.
     """
     directory = Path(directory)
     if not (directory / "corpus.json").is_file():
         raise ValueError(f"{directory} holds no corpus: it has no corpus.json")
-    about = read_json(directory / "corpus.json")
+    about = read_json_object(directory / "corpus.json")
     known = {name: about[name] for name in CorpusSettings.__dataclass_fields__}
     settings = CorpusSettings(**known | {"answer_temperatures": tuple(known["answer_temperatures"])})
     shards = [_read_shard(_shard_path(directory, shard), shard, settings) for shard in range(settings.shards)]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from optimized.models.eagle3 import Eagle3Head
+from optimized.models.kv_cache import causal
 from optimized.models.target import TargetModel
 from optimized.training.unroll import unroll
 
@@ -45,8 +46,7 @@ def read_lesson(
     target.feature_layers = feature_layers
     target.reset(batch)
     depths = torch.arange(length, device=target.device).expand(batch, -1)
-    causal = torch.ones(length, length, dtype=torch.bool, device=target.device).tril().expand(batch, -1, -1)
-    logits, features = target.forward_tree(tokens, depths, causal)
+    logits, features = target.forward_tree(tokens, depths, causal(batch, length, target.device))
     target.reset(0)  # its cache is not needed, and is large
     assert features is not None  # there are feature layers
     laws = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def train_head(
         corpus_settings, train_settings: None: the recipe of the embedded head.
         target_name: for the record.
         draft_vocab_size: at most; a target of fewer tokens keeps them all.
-        feature_layers: None is (2, n // 2, n - 3).
+        feature_layers: None is what the config.json of ``init`` says, or else (2, n // 2, n - 3).
         init: a head's directory to go on from, with its vocabulary; None: a fresh head.
         dtype: of the head's matrix products.
         plot: draw the loss plot; needs matplotlib.
@@ -91,7 +91,7 @@ def train_head(
         plot_training(directory)
     # What is measured is what is shipped: the rounded weights of the checkpoint.
     write_head(directory / "head", student, "")
-    shipped = replace(read_student(directory / "head", target, _three(student.feature_layers)), origin=student.origin)
+    shipped = replace(read_student(directory / "head", target), origin=student.origin)
     measured = {}
     for name, texts in (("all tokens", held_out), ("answers", held_out_texts(corpus, answers_only=True))):
         if any_counted(texts):
@@ -102,11 +102,6 @@ def train_head(
     record = training_record(corpus, train_settings, shipped, measured, start, dtype, target_name)
     write_head(directory / "head", shipped, record)
     return directory / "head"
-
-
-def _three(layers: Sequence[int]) -> tuple[int, int, int]:
-    first, second, third = layers
-    return first, second, third
 
 
 def coverage(corpus: Corpus, student: Student) -> float:
@@ -128,7 +123,7 @@ def training_record(
 ) -> str:
     """The README.md of a head: how it was made and what was measured."""
     about, count = corpus.about, int((~corpus.held_out).sum())
-    length, size = corpus.tokens.shape[1], student.raw["draft_vocab_size"]
+    length, size = corpus.tokens.shape[1], student.head.lm_head.out_features
     numbers = sum(parameter.numel() for parameter in student.head.parameters())
     warm = ", ".join(f"{value:g}" for value in about["answer_temperatures"])
     rows = {

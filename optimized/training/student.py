@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optimized.models.checkpoints import load_head, read_config
+from optimized.models.checkpoints import feature_layers_of, load_head, official_config, read_config
 from optimized.models.eagle3 import Eagle3Head, llama_config
 from optimized.models.loading import default_feature_layers
 from optimized.models.target import TargetModel
@@ -21,7 +21,7 @@ class Student:
 
     Attributes:
         head: its weights; float32 to be trained.
-        raw: its config.json.
+        raw: its config.json, in the official layout.
         embedding: token ids -> [..., hidden]; the target's unless the head has its own.
         vocab_map: [draft_vocab_size] long, draft id -> target id, increasing; None when they are the same.
         feature_layers: the target's hidden states that it reads.
@@ -148,17 +148,24 @@ def read_student(
 ) -> Student:
     """A head from a checkpoint, in float32 on the target's device.
 
+    Args:
+        directory: see ``load_head``.
+        target: what the head drafts for.
+        feature_layers: None is what its config.json says, or else (2, n // 2, n - 3).
+
     Raises:
-        ValueError: the checkpoint is damaged or not for this target; see ``load_head``.
+        ValueError: the checkpoint is damaged or not for this target (see ``load_head``), or the target has too few
+            layers for the default.
     """
     directory = Path(directory)
     head, vocab_map = load_head(directory, target.hidden_size, target.vocab_size)
     head = head.float().to(target.device)
+    raw = official_config(directory, read_config(directory))
     return Student(
         head,
-        read_config(directory),
+        raw,
         head.embed_tokens if head.embed_tokens is not None else target.model.get_input_embeddings(),
         vocab_map,
-        feature_layers or default_feature_layers(target.num_layers),
+        feature_layers or feature_layers_of(raw) or default_feature_layers(target.num_layers),
         f"the checkpoint {directory}",
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from optimized.models.eagle3 import Eagle3Head
-from optimized.models.kv_cache import TreeCache
+from optimized.models.kv_cache import TreeCache, causal
 
 
 class UnrollCache(TreeCache):
@@ -35,7 +35,7 @@ def rows_of(length: int, steps: int) -> int:
     """How many rows an unroll over texts of ``length`` tokens has: those whose every step predicts a token or the end.
 
     Raises:
-        ValueError: none.
+        ValueError: the texts have no more than ``steps`` tokens.
     """
     if length <= steps:
         raise ValueError(f"{steps} unrolled steps need texts of at least {steps + 1} tokens, got {length}")
@@ -56,19 +56,19 @@ def unroll(head: Eagle3Head, embedding: nn.Module, tokens: Tensor, features: Ten
         For step j: [batch, rows, draft_vocab_size] logits; row T is for token T + j + 2. See ``rows_of``.
 
     Raises:
-        ValueError: the texts are too short.
+        ValueError: the texts have no more than ``steps`` tokens.
     """
     batch, length = tokens.shape
     rows = rows_of(length, steps)
     device = tokens.device
     cache = UnrollCache(batch, device)
-    visible = torch.ones(rows, rows, dtype=torch.bool, device=device).tril()
-    own = torch.eye(rows, dtype=torch.bool, device=device)
+    visible = causal(1, rows, device)
+    own = torch.eye(rows, dtype=torch.bool, device=device)[None]
     embeddings = embedding(tokens)
     hidden = head.fc(features[:, :rows].to(head.fc.weight.dtype))
     for step in range(steps):
         if step:
-            visible = torch.cat([visible, own], dim=1)
+            visible = torch.cat([visible, own], dim=2)
         read = embeddings[:, step + 1 : step + 1 + rows].to(hidden)
         positions = torch.arange(step, step + rows, device=device).expand(batch, -1)
         hidden = head(read, hidden, positions, visible.expand(batch, -1, -1), cache)

@@ -28,7 +28,7 @@ def choose_vocabulary(tokens: Tensor, vocab_size: int, size: int, always: Iterab
     """The ``size`` most frequent tokens, the lower id first among equals.
 
     Args:
-        tokens: long, any shape: the corpus.
+        tokens: [texts, length] long, in [0, ``vocab_size``): the corpus.
         vocab_size: of the target.
         size: draft tokens wanted, 1 to ``vocab_size``.
         always: token ids that are in whatever their count, in the place of the rarest: those that end a text.
