@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from optimized.kernels.launching import check_logits, check_shape, check_tile, device_of, power_of_two
+from optimized.kernels.row_draws import base_of, binary_scale, draw_token, lead_block, weights_at
 
 Rule = Literal["rheo", "rrsw"]
 TILE = 4096
@@ -53,18 +54,6 @@ class RowOutcomes(NamedTuple):
     token: Tensor
     lead_token: Tensor
     failed: Tensor
-
-
-@triton.jit
-def _binary_scale(temperature):
-    """What turns a logit into an exponent of 2, float64."""
-    return 1.4426950408889634 / temperature
-
-
-@triton.jit
-def _base(top):
-    """What is subtracted from a tile's logits: its largest, unless that is -inf."""
-    return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit(do_not_specialize=["rows", "num_tiles"])
@@ -100,178 +89,9 @@ def _tile_sums(
         tl.store(sums + out, tl.where(bad > 0, float("nan"), 1.0))
         tl.store(bests + out, tl.min(tl.where(x == top, ids, NOWHERE), axis=0))
     else:
-        scale = _binary_scale(temperature).to(tl.float32)
+        scale = binary_scale(temperature).to(tl.float32)
         # NaN and +inf make the sum NaN; a tile of nothing but -inf has none.
-        tl.store(sums + out, tl.sum(tl.exp2((x - _base(top)) * scale), axis=0))
-
-
-@triton.jit
-def _weights(ids, x, tile_top, top, best, temperature, GREEDY_BELOW: tl.constexpr):
-    """float64 weights of tokens with logits ``x`` in tiles with largest logit ``tile_top``; p is weight over sum."""
-    if temperature < GREEDY_BELOW:
-        weights = (ids == best).to(tl.float64)
-    else:
-        scale = _binary_scale(temperature)
-        within = tl.exp2((x - _base(tile_top)) * scale.to(tl.float32))
-        weights = within.to(tl.float64) * tl.exp2((tile_top.to(tl.float64) - top) * scale)
-    return weights
-
-
-@triton.jit
-def _weights_at(ids, mask, logits, tops, top, best, temperature, TILE: tl.constexpr, GREEDY_BELOW: tl.constexpr):
-    """Weights of tokens anywhere in the row; 0 where masked."""
-    x = tl.load(logits + ids, mask=mask, other=float("-inf")).to(tl.float32)
-    tile_top = tl.load(tops + ids // TILE, mask=mask, other=float("-inf"))
-    return tl.where(mask, _weights(ids, x, tile_top, top, best, temperature, GREEDY_BELOW), 0.0)
-
-
-@triton.jit
-def _weights_from(
-    first, logits, vocab, tile_top, top, best, temperature, COUNT: tl.constexpr, GREEDY_BELOW: tl.constexpr
-):
-    """Weights of COUNT tokens of one tile, from ``first`` on."""
-    ids = first + tl.arange(0, COUNT)
-    x = tl.load(logits + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
-    return tl.where(ids < vocab, _weights(ids, x, tile_top, top, best, temperature, GREEDY_BELOW), 0.0)
-
-
-@triton.jit
-def _bins_of(tokens, first, WIDTH: tl.constexpr):
-    """Which bin of WIDTH tokens, bin 0 starting at token ``first``, each token is in; -1 before the first."""
-    # On a device // rounds towards zero: without the condition the tokens just before the first would be in bin 0.
-    return tl.where(tokens >= first, (tokens - first) // WIDTH, -1)
-
-
-@triton.jit
-def _lead_block(start, end, place, parents, token_ids, vocab, BLOCK: tl.constexpr):
-    """Tree rows from ``start`` on: which are leads of the row at ``place``, and their tokens."""
-    rows = start + tl.arange(0, BLOCK)
-    inside = rows < end
-    tokens = tl.load(token_ids + rows, mask=inside, other=-1).to(tl.int32)
-    is_lead = inside & (tl.load(parents + rows, mask=inside, other=-1) == place)
-    return rows, tokens, is_lead & (tokens >= 0) & (tokens < vocab)
-
-
-@triton.jit
-def _pick(mass, index, point):
-    """The first index whose cumulative mass exceeds ``point``, else the last with mass; and how far into it."""
-    cumulative = tl.cumsum(mass, axis=0)
-    last = tl.max(tl.where(mass > 0.0, index, 0), axis=0)
-    chosen = tl.min(tl.where((mass > 0.0) & (cumulative > point), index, last), axis=0)
-    return chosen, point - tl.sum(tl.where(index == chosen, cumulative - mass, 0.0), axis=0)
-
-
-@triton.jit
-def _left(
-    mass,
-    first,
-    bins,
-    law_ids,
-    law_amounts,
-    num_law,
-    first_lead,
-    last_lead,
-    place,
-    parents,
-    token_ids,
-    logits,
-    vocab,
-    tops,
-    top,
-    best,
-    temperature,
-    WIDTH: tl.constexpr,
-    BINS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    RRSW: tl.constexpr,
-    GREEDY_BELOW: tl.constexpr,
-):
-    """The residual's mass in each bin; where rounding left none in any, the mass without the leads, or the mass."""
-    without = mass
-    if RRSW:
-        taken = tl.zeros([BINS], tl.float64)
-        for start in range(first_lead, last_lead, BLOCK):
-            _, tokens, is_lead = _lead_block(start, last_lead, place, parents, token_ids, vocab, BLOCK)
-            weights = _weights_at(tokens, is_lead, logits, tops, top, best, temperature, TILE, GREEDY_BELOW)
-            bin_of = _bins_of(tokens, first, WIDTH)
-            # Tokens along the lanes of a warp, which have just computed their weights.
-            taken += tl.sum(tl.where(bins[:, None] == bin_of[None, :], weights[None, :], 0.0), axis=1)
-        without = tl.maximum(mass - taken, 0.0)
-        none = (tl.max(without, axis=0) == 0.0).to(tl.int32)
-        without = tl.where(none > 0, mass, without)
-    taken = tl.zeros([BINS], tl.float64)
-    for start in range(0, num_law, BLOCK):
-        entry = start + tl.arange(0, BLOCK)
-        tokens = tl.load(law_ids + entry, mask=entry < num_law, other=-1).to(tl.int32)
-        amounts = tl.load(law_amounts + entry, mask=entry < num_law, other=0.0)
-        bin_of = _bins_of(tokens, first, WIDTH)
-        # Bins along the lanes, so that a thread adds up its own.
-        taken += tl.sum(tl.where(bin_of[:, None] == bins[None, :], amounts[:, None], 0.0), axis=0)
-    left = tl.maximum(without - taken, 0.0)
-    none = (tl.max(left, axis=0) == 0.0).to(tl.int32)
-    return tl.where(none > 0, without, left)
-
-
-@triton.jit
-def _draw(
-    uniform,
-    mass,
-    law_ids,
-    law_amounts,
-    num_law,
-    first_lead,
-    last_lead,
-    place,
-    parents,
-    token_ids,
-    logits,
-    vocab,
-    tops,
-    top,
-    best,
-    temperature,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    RUN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RRSW: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    GREEDY_BELOW: tl.constexpr,
-):
-    """The token at ``uniform``, in ascending id, of the law with these masses per tile, or of its residual."""
-    # fmt: off
-    bins = tl.arange(0, TILES)
-    if RESIDUAL:
-        mass = _left(
-            mass, 0, bins, law_ids, law_amounts, num_law, first_lead, last_lead, place, parents, token_ids, logits,
-            vocab, tops, top, best, temperature, TILE, TILES, BLOCK, TILE, RRSW, GREEDY_BELOW,
-        )
-    tile, point = _pick(mass, bins, uniform * tl.sum(mass, axis=0))
-
-    first = tile * TILE
-    tile_top = tl.load(tops + tile)
-    bins = tl.arange(0, TILE // RUN)
-    weights = _weights_from(first, logits, vocab, tile_top, top, best, temperature, TILE, GREEDY_BELOW)
-    mass = tl.sum(tl.reshape(weights, [TILE // RUN, RUN]), axis=1)
-    if RESIDUAL:
-        mass = _left(
-            mass, first, bins, law_ids, law_amounts, num_law, first_lead, last_lead, place, parents, token_ids, logits,
-            vocab, tops, top, best, temperature, RUN, TILE // RUN, BLOCK, TILE, RRSW, GREEDY_BELOW,
-        )
-    run, point = _pick(mass, bins, point)
-
-    first += run * RUN
-    bins = tl.arange(0, RUN)
-    mass = _weights_from(first, logits, vocab, tile_top, top, best, temperature, RUN, GREEDY_BELOW)
-    if RESIDUAL:
-        mass = _left(
-            mass, first, bins, law_ids, law_amounts, num_law, first_lead, last_lead, place, parents, token_ids, logits,
-            vocab, tops, top, best, temperature, 1, RUN, BLOCK, TILE, RRSW, GREEDY_BELOW,
-        )
-    token, point = _pick(mass, bins, point)
-    # fmt: on
-    return first + token
+        tl.store(sums + out, tl.sum(tl.exp2((x - base_of(top)) * scale), axis=0))
 
 
 @triton.jit(
@@ -347,8 +167,8 @@ def _row_outcome(
         mass = (tiles == best // TILE).to(tl.float64)
     else:
         best = place * 0
-        mass = tile_sums * tl.exp2((tile_tops - _base(top)).to(tl.float64) * _binary_scale(temperature))
-    top = _base(top).to(tl.float64)
+        mass = tile_sums * tl.exp2((tile_tops - base_of(top)).to(tl.float64) * binary_scale(temperature))
+    top = base_of(top).to(tl.float64)
     total = tl.sum(mass, axis=0)
 
     probe = tl.load(probe_rows + out).to(tl.int32)
@@ -359,13 +179,13 @@ def _row_outcome(
     if RRSW:
         lead_mass = total * 0.0
         for start in range(place + 1, probe, BLOCK):
-            entry, tokens, is_lead = _lead_block(start, probe, place, parents, token_ids, vocab, BLOCK)
-            weights = _weights_at(tokens, is_lead, logits, tops, top, best, temperature, TILE, GREEDY_BELOW)
+            entry, tokens, is_lead = lead_block(start, probe, place, parents, token_ids, vocab, BLOCK)
+            weights = weights_at(tokens, is_lead, logits, tops, top, best, temperature, TILE, GREEDY_BELOW)
             lead_mass += tl.sum(weights, axis=0)
             first_lead = tl.minimum(first_lead, tl.min(tl.where(is_lead, entry, probe), axis=0))
         if first_lead < probe:
             # fmt: off
-            lead_token = _draw(
+            lead_token = draw_token(
                 tl.load(lead_uniforms + request * stride_lead + place), mass, law_ids, law_amounts, 0, 0, 0, place,
                 parents, token_ids, logits, vocab, tops, top, best, temperature, TILE, TILES, RUN, BLOCK,
                 RRSW, False, GREEDY_BELOW,
@@ -387,18 +207,18 @@ def _row_outcome(
         tokens = tl.load(law_ids + entry, mask=entry < num_law, other=-1).to(tl.int32)
         q = tl.load(law + entry, mask=entry < num_law, other=0.0).to(tl.float64)
         known = (tokens >= 0) & (tokens < vocab)
-        weights = _weights_at(tokens, known, logits, tops, top, best, temperature, TILE, GREEDY_BELOW)
+        weights = weights_at(tokens, known, logits, tops, top, best, temperature, TILE, GREEDY_BELOW)
         tl.store(law_amounts + entry, tl.minimum(weights, q * total), mask=entry < num_law)
         probe_prob += tl.sum(tl.where(tokens == probe_token, q, 0.0), axis=0)
     tl.debug_barrier()
     only = probe_token + tl.arange(0, 1)
     known = (only >= 0) & (only < vocab)
-    probe_weight = _weights_at(only, known, logits, tops, top, best, temperature, TILE, GREEDY_BELOW)
+    probe_weight = weights_at(only, known, logits, tops, top, best, temperature, TILE, GREEDY_BELOW)
     threshold = tl.load(accept_uniforms + request * stride_accept + place) * probe_prob * total
     accepted = has_probe & (threshold < tl.sum(probe_weight, axis=0))
 
     # fmt: off
-    token = _draw(
+    token = draw_token(
         tl.load(residual_uniforms + request * stride_residual + place), mass, law_ids, law_amounts, num_law,
         first_lead, probe, place, parents, token_ids, logits, vocab, tops, top, best, temperature,
         TILE, TILES, RUN, BLOCK, RRSW, True, GREEDY_BELOW,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from optimized.kernels import rows as rows_kernels
+from optimized.kernels import row_draws
 from optimized.kernels.rows import RowOutcomes, row_outcomes
 from proofs_tests.triton_cases import DEVICE, DTYPES, FAMILIES, TEMPERATURES, poisoned, random_row, widened
 from reference import DraftTree, GrowthNoise, Margin, RheoConfig, VerifyNoise, grow_tree, verify
@@ -400,7 +400,7 @@ def _weights_of_a_row(logits, temperature, top, out, vocab, TILE: tl.constexpr):
     ids = first + tl.arange(0, TILE)
     tile_top = tl.max(tl.load(logits + ids, mask=ids < vocab, other=float("-inf")), axis=0)
     t, largest = tl.load(temperature), tl.load(top)
-    weights = rows_kernels._weights_from(first, logits, vocab, tile_top, largest, 0, t, TILE, 1e-5)
+    weights = row_draws.weights_from(first, logits, vocab, tile_top, largest, 0, t, TILE, 1e-5)
     tl.store(out + ids, weights, mask=ids < vocab)
 
 
