@@ -134,7 +134,10 @@ def run_recorded(
     live, steps = list(range(len(prompts))), []
     with monkeypatch.context() as patch:
         recorder = Recorder(decoder, patch)
-        for trees, walk, _ in decoder._steps(requests):
+        for outcome in decoder._steps(requests):
+            trees, walk = outcome.trees, outcome.walk
+            assert trees is not None
+            assert walk is not None
             steps.append({b: (trees.to_tree(row), walk.token_ids[row].tolist()) for row, b in enumerate(live)})
             live = [b for b in live if not requests[b].done]
     return recorder, steps[1:]

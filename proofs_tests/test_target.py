@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -26,6 +30,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from optimized.models import target as target_module
 from optimized.models.kv_cache import TreeCache, causal
 from optimized.models.packed_linear import PackedLinear, pack_linears, packing_available
 from optimized.models.target import TargetModel
@@ -323,6 +328,71 @@ def test_eos_token_ids_of_int_list_and_none():
     assert TargetModel(model).eos_token_ids == ()
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("lengths", [[13], [1, 13, 4], [5, 12, 8, 12], [4, 4]])
+def test_prefill_in_chunks_equals_one_piece(attention, lengths, monkeypatch):
+    generator = torch.Generator().manual_seed(sum(lengths))
+    prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
+    model = llama(attention).double()
+    batch, longest = len(lengths), max(lengths)
+    masks, extend = [], TreeCache.extend
+
+    def spied(cache, visible, dtype):
+        mask = extend(cache, visible, dtype)
+        masks.append(tuple(mask.shape))
+        return mask
+
+    monkeypatch.setattr(TreeCache, "extend", spied)
+    whole, chunked = TargetModel(model, (0, 2)), TargetModel(model, (0, 2))
+    logits, features = whole.prefill(prompts)
+    monkeypatch.setattr(target_module, "CHUNK_ROWS", 4)
+    actual_logits, actual_features = chunked.prefill(prompts)
+    pieces = [(start, min(start + 4, longest)) for start in range(0, longest, 4)]
+    assert masks == [(batch, 1, longest, longest), *((batch, 1, end - start, end) for start, end in pieces)]
+    assert chunked.lengths == whole.lengths == tuple(lengths)
+    torch.testing.assert_close(actual_logits, logits, atol=1e-9, rtol=0)
+    assert actual_features.shape == features.shape
+    caches = [target._runner.cache for target in (chunked, whole)]
+    for b, length in enumerate(lengths):
+        torch.testing.assert_close(actual_features[b, :length], features[b, :length], atol=1e-9, rtol=0)
+        for layer in range(3):
+            for which in range(2):
+                actual, expected = (cache._buffers[layer][which][b, :, :length] for cache in caches)
+                torch.testing.assert_close(actual, expected, atol=1e-9, rtol=0)
+
+
+def test_prefill_in_chunks_then_trees(monkeypatch):
+    monkeypatch.setattr(target_module, "CHUNK_ROWS", 3)
+    run_steps(llama(), [[3], [11, 12, 13, 14, 15, 16, 17], [21, 22, 23]], feature_layers=(0, 1, 2))
+    run_steps(llama(), [list(range(11, 21))], steps=2)
+
+
+def test_tree_cache_does_not_double_behind_a_long_prompt():
+    cache = TreeCache(1)
+    rows = torch.ones(1, 1, 1000, 2)
+    cache.extend(causal(1, 1000, "cpu"), torch.float32)
+    cache.update(rows, rows, 0)
+    cache.commit(torch.tensor([1000]))
+    cache.extend(causal(1, 61, "cpu"), torch.float32)
+    cache.update(rows[:, :, :61], rows[:, :, :61], 0)
+    assert all(1061 <= buffer.shape[2] < 1.3 * 1061 for buffer in cache._buffers[0])
+
+
+def test_tree_cache_growing_row_by_row_is_seldom_copied():
+    cache = TreeCache(1)
+    visible, row = causal(1, 1, "cpu"), torch.ones(1, 1, 1, 2)
+    capacities = []
+    for length in range(4000):
+        cache.extend(visible, torch.float32)
+        cache.update(row * length, -row * length, 0)
+        cache.commit(torch.tensor([1]))
+        capacities.append(cache._buffers[0][0].shape[2])
+    copied = [before for before, after in pairwise(capacities) if after != before]
+    assert len(copied) <= 36
+    assert sum(copied) <= 9 * 4000
+    assert torch.equal(cache._buffers[0][0][0, 0, :4000, 0], torch.arange(4000.0))
+
+
 def test_tree_cache_extend_masks_by_hand():
     cache = TreeCache(2)
     cache.extend(causal(2, 2, "cpu"), torch.float32)
@@ -354,7 +424,10 @@ def test_tree_cache_commit_moves_overlapping_rows():
     assert torch.equal(values, -keys)
 
 
-@pytest.mark.skipif(not packing_available(), reason="this build of torch has no oneDNN")
+packs = pytest.mark.skipif(not packing_available(), reason="this build of torch has no oneDNN")
+
+
+@packs
 @pytest.mark.parametrize("rows", [1, 2, 17, 63])
 @pytest.mark.parametrize("bias", [False, True])
 def test_packed_linear_equals_linear(rows, bias):
@@ -367,7 +440,122 @@ def test_packed_linear_equals_linear(rows, bias):
     assert packed.weight is linear.weight
 
 
-@pytest.mark.skipif(not packing_available(), reason="this build of torch has no oneDNN")
+def used_pack(bias=True):
+    """A packed layer that has packed its weight already."""
+    torch.manual_seed(1)
+    layer = PackedLinear(nn.Linear(67, 131, bias=bias).requires_grad_(False))
+    assert_one_layer(layer)
+    assert layer._packed is not None
+    return layer
+
+
+def assert_one_layer(layer, atol=1e-4):
+    """Several rows, single rows and the formula agree on what the layer is now."""
+    inputs = torch.linspace(-1, 1, 5 * layer.in_features, dtype=layer.weight.dtype).view(5, -1)
+    bias = 0 if layer.bias is None else layer.bias
+    expected = inputs @ layer.weight.T + bias
+    with torch.no_grad():
+        torch.testing.assert_close(layer(inputs), expected, atol=atol, rtol=0)
+        torch.testing.assert_close(torch.cat([layer(row[None]) for row in inputs]), expected, atol=atol, rtol=0)
+
+
+def _replace(layer):
+    layer.weight = nn.Parameter(layer.weight + 0.5)
+
+
+def _assign(layer):
+    layer.load_state_dict({name: tensor + 0.5 for name, tensor in layer.state_dict().items()}, assign=True)
+
+
+def _merge_through_data(layer):
+    generator = torch.Generator().manual_seed(2)
+    layer.weight.data += torch.randn(131, 2, generator=generator) @ torch.randn(2, 67, generator=generator)
+
+
+@torch.inference_mode()
+def _in_inference_mode(layer):
+    layer.weight.mul_(2)
+
+
+@torch.inference_mode()
+def _replace_in_inference_mode(layer):
+    layer.weight = nn.Parameter(torch.randn(131, 67), requires_grad=False)
+
+
+UPDATES = {
+    "in place": lambda layer: layer.weight.add_(1),
+    "one entry": lambda layer: layer.weight[3, 5].fill_(7),
+    "load_state_dict": lambda layer: layer.load_state_dict(nn.Linear(67, 131).state_dict()),
+    "load_state_dict, assign": _assign,
+    "another parameter": _replace,
+    "other data": lambda layer: setattr(layer.weight, "data", layer.weight + 1),
+    "merged through data": _merge_through_data,
+    "in inference mode": _in_inference_mode,
+    "replaced in inference mode": _replace_in_inference_mode,
+    "not in rows": lambda layer: setattr(layer.weight, "data", torch.randn(67, 131).T),
+    "bias": lambda layer: layer.bias.add_(1),
+}
+
+
+@packs
+@pytest.mark.parametrize("update", UPDATES)
+def test_packed_linear_follows_an_update_of_the_weight(update):
+    layer = used_pack()
+    before = layer.weight.clone(), layer.bias.clone()
+    UPDATES[update](layer)
+    assert not all(torch.equal(*pair) for pair in zip(before, (layer.weight, layer.bias), strict=True))
+    assert_one_layer(layer)
+
+
+@packs
+def test_packed_linear_changed_in_inference_mode_again_and_again():
+    layer = used_pack()
+    _replace_in_inference_mode(layer)
+    for _ in range(2):
+        with torch.inference_mode():
+            assert_one_layer(layer)
+            layer.weight[0, 0] += 1  # nothing counts this
+            assert_one_layer(layer)
+
+
+@packs
+def test_packed_linear_packed_in_inference_mode_serves_outside():
+    layer = PackedLinear(nn.Linear(67, 131).requires_grad_(False))
+    with torch.inference_mode():
+        assert_one_layer(layer)
+    packed = layer._packed
+    assert_one_layer(layer)
+    assert packed is not None
+    assert layer._packed is packed
+
+
+@packs
+@pytest.mark.parametrize("clone", [copy.deepcopy, copy.copy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_packed_linear_copies_and_pickles(clone):
+    layer = used_pack()
+    packed, other = layer._packed, clone(layer)
+    assert layer._packed is packed
+    assert type(other) is PackedLinear
+    assert torch.equal(other.weight, layer.weight)
+    assert_one_layer(other)
+    other.weight.add_(1)  # the copy's own, or shared by both
+    assert_one_layer(other)
+    assert_one_layer(layer)
+
+
+@packs
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_packed_linear_moved_to_another_dtype_is_a_linear(dtype):
+    layer = used_pack().to(dtype)
+    assert layer._packed is None  # frees the memory
+    assert_one_layer(layer, atol=1e-9 if dtype == torch.float64 else 0.05)
+    assert layer._packed is None
+    layer.float()
+    assert_one_layer(layer)
+    assert layer._packed is not None
+
+
+@packs
 def test_pack_linears_keeps_the_model_and_its_tied_embedding():
     model = llama(tie_word_embeddings=True)
     expected, _ = plain(model, [1, 2, 3, 4])

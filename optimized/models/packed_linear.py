@@ -1,16 +1,19 @@
 """Linear layers with weights prepacked for a few rows at a time, on CPUs in float32.
 
 A tree pass multiplies 2 to 64 rows with every weight. The default GEMM packs the weight anew in each call, which costs
-about as much as the product itself at these sizes; oneDNN packs once, at load time.
+about as much as the product itself at these sizes; oneDNN packs once, and again where a weight was changed.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 ROWS_HINT = 16  # the packed layout is chosen for this many rows; 16 was fastest, or close to it, from 2 to 200 rows
 MIN_WEIGHTS = 2**18  # smaller layers stay plain: they gain nothing
+SAMPLE = 17  # entries of a weight that are compared in each pass; a prime, so that they lie in different columns
 
 
 def packing_available() -> bool:
@@ -18,11 +21,54 @@ def packing_available() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
+def can_pack(weight: Tensor) -> bool:
+    """Whether a weight is float32 on a CPU, contiguous, and no inference tensor: those do not count their changes."""
+    plain = weight.dtype is torch.float32 and weight.is_cpu and weight.is_contiguous()
+    return plain and not weight.is_inference()
+
+
+class _Packed(NamedTuple):
+    """A packed copy, and what the weight was when it was made.
+
+    Attributes:
+        copy: opaque, for oneDNN.
+        address: of the weight's memory.
+        version: how often the weight had been changed in place; changes through ``weight.data`` do not count, and that
+            is how adapters are merged.
+        sample: array of about ``SAMPLE`` float32 entries of the weight, where such changes show. It looks into the
+            weight's memory, and so keeps another weight from getting the same address.
+        values: the bytes of the sample.
+    """
+
+    copy: Tensor
+    address: int
+    version: int
+    sample: Any
+    values: bytes
+
+    @classmethod
+    def of(cls, weight: Tensor) -> _Packed:
+        weight = weight.detach()
+        sample = weight.view(-1)[:: max(1, weight.numel() // SAMPLE)].numpy()
+        copy = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
+        return cls(copy, weight.data_ptr(), weight._version, sample, sample.tobytes())
+
+    def is_of(self, weight: Tensor) -> bool:
+        return (
+            weight.data_ptr() == self.address
+            and weight._version == self.version
+            and self.sample.tobytes() == self.values
+        )
+
+
 class PackedLinear(nn.Linear):
     """``nn.Linear`` for inference in float32 on a CPU; same result up to rounding.
 
     It shares the weight of the layer it replaces and holds a packed copy beside it: a single row is a matrix-vector
-    product, which reads the plain weight faster.
+    product, which reads the plain weight faster. The first pass with several rows packs, and so does the first one
+    behind a change of the weight: another tensor, or one changed in place. Changes through ``weight.data`` are noticed
+    if they reach one of some ``SAMPLE`` entries, as a merged adapter does. With a weight that cannot be packed, say of
+    another dtype or on another device, this is an ``nn.Linear``. Copies and pickles are made without the packed copy.
 
     Args:
         linear: the layer to replace.
@@ -32,20 +78,32 @@ class PackedLinear(nn.Linear):
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.weight = linear.weight
         self.bias = linear.bias
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS_HINT)
+        self._packed: _Packed | None = None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """[..., in_features] float32 -> [..., out_features]."""
+        """[..., in_features] of the weight's dtype -> [..., out_features]."""
         if inputs.numel() == self.in_features:
             return super().forward(inputs)
-        return torch.ops.mkldnn._linear_pointwise(inputs, self.packed, self.bias, "none", [], "")
+        weight, packed = self.weight, self._packed
+        if packed is None or not packed.is_of(weight):
+            self._packed = packed = _Packed.of(weight) if can_pack(weight) else None
+        if packed is None:
+            return super().forward(inputs)
+        return torch.ops.mkldnn._linear_pointwise(inputs, packed.copy, self.bias, "none", [], "")
+
+    def _apply(self, *args: Any, **kwargs: Any) -> PackedLinear:
+        self._packed = None  # the weight moves; the copy would only take memory
+        return super()._apply(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_packed": None}  # opaque: torch can neither copy nor store it
 
 
 def pack_linears(model: nn.Module, min_weights: int = MIN_WEIGHTS) -> int:
     """Replace, in place, the float32 ``nn.Linear`` layers on the CPU; the model is for inference only afterwards.
 
-    Other dtypes are left alone: oneDNN packs bfloat16 only for CPUs with AVX-512 or AVX-NE-CONVERT. The packed copies
-    take as much memory again as the layers they are of.
+    Other dtypes are left alone: oneDNN packs bfloat16 only for CPUs with AVX-512 or AVX-NE-CONVERT. The packed copies,
+    made at the first pass, take as much memory again as the layers they are of.
 
     Args:
         model: in evaluation mode, frozen.
@@ -62,7 +120,7 @@ def pack_linears(model: nn.Module, min_weights: int = MIN_WEIGHTS) -> int:
             # The exact class: a subclass may compute something else.
             if type(child) is not nn.Linear or child.weight.numel() < min_weights:
                 continue
-            if child.weight.device.type == "cpu" and child.weight.dtype == torch.float32:
+            if can_pack(child.weight):
                 setattr(module, name, PackedLinear(child).train(child.training))
                 replaced += 1
     return replaced

@@ -11,6 +11,8 @@ from torch import Tensor
 from optimized.models.hf_model import CachedModel
 from optimized.models.kv_cache import causal
 
+CHUNK_ROWS = 1024  # prompts are read so many rows at a time: their mask takes rows * longest prompt numbers per request
+
 
 class TargetModel:
     """A Hugging Face causal language model that scores a whole draft tree in one forward pass.
@@ -86,7 +88,7 @@ class TargetModel:
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
-        """Begin a batch: read the prompts and commit them.
+        """Begin a batch: read the prompts, ``CHUNK_ROWS`` of their tokens at a time, and commit them.
 
         Args:
             prompts: token ids of each request, at least one each; lengths may differ.
@@ -108,15 +110,26 @@ class TargetModel:
         for row, prompt in zip(token_ids, prompts, strict=True):
             row[: len(prompt)] = torch.as_tensor(prompt, dtype=torch.long)
         counts = torch.tensor([len(prompt) for prompt in prompts])
-        logits, hidden = self._runner.forward(
-            token_ids.to(self.device),
-            torch.arange(longest, device=self.device).expand(len(prompts), -1),
-            causal(len(prompts), longest, self.device),
-            self._runner.last_row(counts).to(self.device),
-            self.feature_layers,
-        )
-        self._runner.cache.commit(counts)
-        return logits[:, 0], self._features(hidden)
+        cache = self._runner.cache
+        cache.reserve(longest)
+        logits, features = torch.empty(0), []
+        for start in range(0, longest, CHUNK_ROWS):
+            chunk = token_ids[:, start : start + CHUNK_ROWS].to(self.device)
+            batch, rows = chunk.shape
+            read = (counts - start).clamp(0, rows)  # a prompt that has ended reads padding, which is dropped
+            last, hidden = self._runner.forward(
+                chunk,
+                torch.arange(start, start + rows, device=self.device).expand(batch, -1),
+                causal(batch, rows, self.device),
+                self._runner.last_row(read.clamp(min=1)).to(self.device),
+                self.feature_layers,
+            )
+            cache.commit(read)
+            of_chunk = self._features(hidden)
+            if of_chunk is not None:
+                features.append(of_chunk)
+            logits = last[:, 0] if start == 0 else torch.where((read > 0)[:, None].to(last.device), last[:, 0], logits)
+        return logits, torch.cat(features, dim=1) if features else None
 
     def check_prompt(self, index: int, prompt: Sequence[int]) -> None:
         """Check one prompt; ``index`` is how the message names it.
