@@ -95,11 +95,15 @@ def supertrees(decoder: RheoDecoder, prompt: list[int], temperature: float, ques
     places = choose_positions(len(text), POSITIONS, (question * 2654435761) % 2**64)
     contexts = CommonContexts(decoder.target, prompt, text, places, temperature, drafter.feature_layers)
     trees, _ = contexts.draft(drafter, EVERYTHING, seed=question)
-    laws = contexts.laws(trees)
     assert trees.law_rows is not None
     assert trees.masses is not None
     rows, order = trees.law_rows.sort(dim=1)
-    target_laws = torch.stack([laws(rows[:, node]) for node in range(rows.shape[1])], dim=1)
+    roots = torch.tensor([[text[place - 1]] for place in places])
+    tokens = torch.cat([roots, trees.token_ids[:, 1:]], dim=1).gather(1, rows)
+    ancestors = trees.ancestors().take_along_dim(rows[:, :, None], 1).take_along_dim(rows[:, None], 2)
+    with torch.no_grad():  # of the expanded nodes alone, whose laws say what becomes of all that is offered
+        logits, _ = decoder.target.forward_tree(tokens, trees.depths.gather(1, rows), ancestors)
+    target_laws = (logits.double() / temperature).softmax(-1)
     columns = order[:, :, None].expand(-1, -1, trees.masses.shape[2])
     ids, masses = trees.probe_law_ids.gather(1, columns), trees.masses.gather(1, columns)
     for b in range(len(places)):
