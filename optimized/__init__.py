@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from optimized.decoder import RheoDecoder
     from optimized.growth import grow_trees
-    from optimized.outputs import GenerationError, GenerationResult, Metrics, StreamEvent, TokenLogprobs
+    from optimized.outputs import (
+        GenerationError,
+        GenerationResult,
+        Metrics,
+        StreamEvent,
+        TokenLogprobs,
+        TracedStep,
+    )
     from optimized.sampling_params import SamplingParams
     from optimized.trees import TreeBatch
     from optimized.verification import verify_trees
@@ -29,6 +36,7 @@ _MODULES = {
     "SamplingParams": "optimized.sampling_params",
     "StreamEvent": "optimized.outputs",
     "TokenLogprobs": "optimized.outputs",
+    "TracedStep": "optimized.outputs",
     "TreeBatch": "optimized.trees",
     "grow_trees": "optimized.growth",
     "verify_trees": "optimized.verification",
@@ -43,6 +51,7 @@ __all__ = [
     "SamplingParams",
     "StreamEvent",
     "TokenLogprobs",
+    "TracedStep",
     "TreeBatch",
     "grow_trees",
     "verify_trees",

@@ -329,7 +329,7 @@ def _checked(config: RheoConfig | None, max_batch_size: int) -> RheoConfig:
     """The configuration, the default one for None."""
     if config is not None and not isinstance(config, RheoConfig):
         raise ValueError(f"config must be a RheoConfig or None, got {type(config).__name__}")
-    if isinstance(max_batch_size, bool) or not isinstance(max_batch_size, int) or max_batch_size < 1:
+    if isinstance(max_batch_size, bool) or not isinstance(max_batch_size, int | np.integer) or max_batch_size < 1:
         raise ValueError(f"max_batch_size must be an integer of at least 1, got {max_batch_size!r}")
     return RheoConfig() if config is None else config
 

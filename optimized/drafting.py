@@ -44,7 +44,7 @@ class Drafting:
     @property
     def behind(self) -> bool:
         """Whether the drafter has more to read than the last step's tokens: whole texts, or steps without a draft."""
-        return self._longest is not None or bool(self._unread)
+        return bool(self._places) and (self._longest is not None or bool(self._unread))
 
     def reset(self, live: Sequence[Request], device: torch.device) -> None:
         """Begin with texts of which the drafter has read nothing."""
@@ -63,20 +63,24 @@ class Drafting:
         self._places = [new_place[self._places[row]] for row in staying]
         if self._longest is not None:
             self._longest = max((live[place].length - 1 for place in self._places), default=0)
+        if not self._places:  # and nobody will be drafted for any more
+            self._unread = []
         if self._unread and len(keep) < len(self._unread[0].counts):
             index = torch.tensor(keep, device=device)
             self._unread = [part.select(index) for part in self._unread]
 
+    @property
+    def full(self) -> bool:
+        """Whether what the drafter has not read has become too much to keep: the next ``skip`` lets it read."""
+        return len(self._unread) == MOST_UNREAD
+
     def skip(self, committed: Committed) -> TreeBatch:
-        """No draft in this step: roots only. The drafter reads what was committed when it is asked again, or when that
-        becomes too much to keep.
-        """
-        if self._drafter is not None and self._places:
-            if len(self._unread) == MOST_UNREAD:
-                self._clock.enter("draft")
-                self._read(self._drafter, committed)
-            else:
-                self._unread.append(committed)
+        """No draft in this step: roots only. The drafter reads what was committed when it is asked again."""
+        if self._drafter is not None and self.full:
+            self._clock.enter("draft")
+            self._read(self._drafter, committed)
+        elif self._places:
+            self._unread.append(committed)
         return _roots(len(committed.counts), committed.counts.device)
 
     def trees(self, config: RheoConfig, committed: Committed, temperatures: Tensor, noise: StepNoise) -> TreeBatch:

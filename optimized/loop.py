@@ -119,6 +119,7 @@ class BatchLoop:
                 logits = logits.unsqueeze(1)
                 trees = TreeBatch.from_trees([root_only()] * len(live), device)
             else:
+                usual = committed is not None
                 if committed is None:
                     _, features = self._read([request.tokens[:-1] for request in live])
                     committed = whole_texts(live, features, device)
@@ -132,7 +133,7 @@ class BatchLoop:
                 elif self.sizing is not None:
                     shape = self.sizing.shape(weighted or config, len(live))
                 self.unfinished = (shape,)
-                usual = shape is None or not drafting.behind
+                usual = usual and not (drafting.full if shape is None else drafting.behind)
                 if shape is None:
                     trees = drafting.skip(committed)
                 else:

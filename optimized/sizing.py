@@ -34,7 +34,7 @@ class Sizing(Protocol):
         """The shape of the next step's trees for so many requests; None drafts for nobody."""
 
     def observe(self, shape: RheoConfig | None, trees: TreeBatch, walk: VerifyBatch, seconds: float | None) -> None:
-        """What became of a step of that shape, and what it took; None where the drafter had more to read than usual."""
+        """What became of a step of that shape, and what it took; None where the models had more to read than usual."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def rank_logits(logits: Tensor, support: int) -> tuple[Tensor, Tensor]:
 def _candidates(logits: Tensor, support: int) -> tuple[Tensor, Tensor]:
     """On a CPU: values and ids [..., n] of at least the ``support`` largest and all that tie with them, ids ascending.
 
-    A row's tokens at -inf are left out; where too few are left, token 0 stands for them.
+    A row's tokens at -inf may be left out; where too few are left, token 0 stands for them.
 
     The k-th largest of the maxima of some groups is a bound below which nothing can be among the k largest; with four
     groups to a place it leaves little more than those. One pass and a comparison: five times faster than torch.topk.

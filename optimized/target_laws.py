@@ -156,7 +156,7 @@ class SamplingBatch:
             (b, token)
             for b, r in enumerate(params)
             if r.min_new_tokens > 0
-            for token in sorted({*self.eos_token_ids, *r.stop_token_ids})
+            for token in sorted({*(() if r.ignore_eos else self.eos_token_ids), *r.stop_token_ids})
         ]
         self.end_places = self._places(ends)
         self.min_new_tokens = torch.tensor([r.min_new_tokens for r in params], dtype=torch.int64, device=self.device)

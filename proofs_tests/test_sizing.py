@@ -214,6 +214,20 @@ def test_a_step_in_which_the_drafter_catches_up_is_not_timed() -> None:
     assert sum(drafted) > 5
 
 
+def test_plain_steps_with_something_else_to_read_are_not_timed() -> None:
+    """In a long pause the drafter reads now and then; a stream whose caches were taken reads its text again."""
+    one = alternating(RheoDecoder(PathTarget(6, random_logits(5, 6, "normal")), PathDrafter(6), None, AUTO))  # type: ignore[arg-type]
+    one.sizer.shape = lambda config, batch: None  # type: ignore[union-attr, method-assign]
+    one.generate([[1, 2]], SamplingParams(seed=4, max_new_tokens=200))
+    timed = [timed for _, timed in one.sizer.observed]  # type: ignore[union-attr]
+    assert [step for step, usual in enumerate(timed, 1) if not usual] == [65, 130, 195]
+    one.sizer.observed.clear()  # type: ignore[union-attr]
+    params = SamplingParams(seed=4, max_new_tokens=20)
+    for _ in zip(one.stream([[1, 2]], params), one.stream([[3]], params), strict=True):
+        pass
+    assert [timed for _, timed in one.sizer.observed].count(True) <= 1  # type: ignore[union-attr]
+
+
 def test_a_step_that_is_repeated_has_the_same_shape() -> None:
     """A target that raises once, with a draft and without: one shape is asked for per step; texts are the same."""
     seen = []

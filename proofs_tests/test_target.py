@@ -508,6 +508,18 @@ def test_packed_linear_follows_an_update_of_the_weight(update):
 
 
 @packs
+def test_packed_linear_follows_a_view_of_its_own_memory():
+    """Fewer rows, as when a vocabulary is cut; the same rows turned, as when a square layer is transposed."""
+    layer = used_pack(bias=False)
+    layer.weight.data = layer.weight.data[:32]
+    assert_one_layer(layer)
+    square = PackedLinear(nn.Linear(64, 64, bias=False).requires_grad_(False))
+    assert_one_layer(square)
+    square.weight.data = square.weight.data.T
+    assert_one_layer(square)
+
+
+@packs
 def test_packed_linear_changed_in_inference_mode_again_and_again():
     layer = used_pack()
     _replace_in_inference_mode(layer)

@@ -428,3 +428,13 @@ def test_wrong_shapes_and_tokens_are_refused() -> None:
     batch = SamplingBatch.from_params([SamplingParams()], [[0]], 10)
     with pytest.raises(ValueError, match=r"\[1, 1, 10\], got \[1, 2, 10\]"):
         TargetLaws(torch.zeros(1, 2, 10), batch)
+
+
+def test_ignored_ends_of_text_keep_their_chance_below_the_least_length() -> None:
+    """Stop tokens do not: they can still end the text."""
+    logits = torch.zeros(1, 1, 4)
+    for ignored, allowed in ((False, [0, 3]), (True, [0, 2, 3])):
+        params = SamplingParams(min_new_tokens=5, max_new_tokens=9, ignore_eos=ignored, stop_token_ids=[1])
+        batch = SamplingBatch.from_params([params], [[0]], 4, [2], torch.device("cpu"))
+        law = TargetLaws(logits, batch)(torch.zeros(1, dtype=torch.long))[0]
+        assert law.nonzero()[:, 0].tolist() == allowed

@@ -10,7 +10,7 @@ expected acceptance lengths and the gain over the paper's order, +- its standard
 
 - the curves of the embedded weights;
 - boosted trees over everything the draft says at a node and on the way to it, learned on other questions;
-- the true chances before the probes are drawn: what no order can exceed that is known before (docs/theory.md).
+- the true chances before the probes are drawn: no order that does not look at drawn probes can do better.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from optimized.bench.rows import Key, Row, RunSettings, crc, key_of
 from optimized.bench.running import Answer, MethodRunner, collector_off
 from optimized.bench.store import RowStore
 from optimized.decoder import RheoDecoder
+from optimized.outputs import GenerationError
 from optimized.sampling_params import SamplingParams
 
 WARM_UP_TOKENS = 8
@@ -99,6 +100,7 @@ class Bench:
 
         Raises:
             ValueError: a question that cannot be asked, say because it is longer than the model's context.
+            RuntimeError: a model failed at a question.
         """
         written, warm = 0, False
         digests = {one.name: one.digest for one in self.plan.sets}
@@ -111,9 +113,10 @@ class Bench:
                     for row in self.conversation(before, group, temperature, seed, store.done, progress):
                         store.append(replace(row, questions=digests[row.set_name]))
                         written += 1
-                except ValueError as error:
+                except (ValueError, GenerationError) as error:
                     asked = ", ".join(question.question_id for question in group)
-                    raise ValueError(f"set {group[0].set_name}, question {asked}: {error}") from error
+                    what = f"set {group[0].set_name}, question {asked}: {error}"
+                    raise (ValueError if isinstance(error, ValueError) else RuntimeError)(what) from error
         return written
 
     def warm_up(self, group: Sequence[Question], temperature: float) -> None:

@@ -112,14 +112,14 @@ def hf_generate(decoder: RheoDecoder, prompt: Sequence[int], params: SamplingPar
     Args:
         decoder: holds target and tokenizer.
         prompt: token ids.
-        params: temperature, seed and length are taken from it.
+        params: temperature, seed, lengths and ``ignore_eos`` are taken from it.
     """
     target, tokenizer = decoder.target, decoder.tokenizer
     how: dict[str, Any] = {"do_sample": False}
     if not params.greedy:
         how = {"do_sample": True, "temperature": params.temperature, "top_p": 1.0, "top_k": 0}
     # A fresh configuration: the checkpoint's own may hold penalties and filters, which would be another law.
-    eos = list(target.eos_token_ids)
+    eos = [] if params.ignore_eos else list(target.eos_token_ids)
     config = GenerationConfig(
         **how,
         max_new_tokens=params.max_new_tokens,

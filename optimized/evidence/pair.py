@@ -116,7 +116,7 @@ def check_pair(
     limit = decoder.target.max_positions
     if limit is not None and len(prompt) + tokens > limit:
         raise ValueError(f"the prompt has {len(prompt)} tokens; with {tokens} more that exceeds the context of {limit}")
-    params = replace(params, max_new_tokens=tokens, min_new_tokens=0, stop=(), logprobs=None)
+    params = replace(params, max_new_tokens=tokens, min_new_tokens=0, stop=(), ignore_eos=False, logprobs=None)
     law = block_law(decoder, prompt, params, tokens=tokens, draws=draws)
     names = {block[:length] for block in law for length in range(1, len(block) + 1)}
     requests = [replace(params, seed=(seed + index) % 2**SEED_BITS) for index in range(draws)]

@@ -78,12 +78,14 @@ def load_head(
     if raw is not stored:
         tensors = _official_names(tensors)
     _refuse_older_eagle(directory, tensors)
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    partial = raw.get("partial_rotary_factor") or rope.get("partial_rotary_factor", 1)
     if raw.get("norm_before_fc"):
         raise ValueError(f"the head in {directory} has norm_before_fc={raw['norm_before_fc']}, which is not supported")
-    if partial != 1:
-        raise ValueError(f"the head in {directory} has partial_rotary_factor={partial}, which is not supported")
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(raw.get(name) or {}, dict):
+            raise ValueError(f"{directory / 'config.json'}: {name} must be an object, got {raw[name]!r}")
+    for holder in (raw, raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}):
+        if (factor := holder.get("partial_rotary_factor", 1)) != 1:
+            raise ValueError(f"the head in {directory} has partial_rotary_factor={factor}, which is not supported")
     missing = [key for key in _REQUIRED_KEYS if not isinstance(raw.get(key), int)]
     if missing:
         raise ValueError(f"{directory / 'config.json'} gives no {', '.join(missing)}")

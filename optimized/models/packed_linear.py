@@ -32,7 +32,7 @@ class _Packed(NamedTuple):
 
     Attributes:
         copy: opaque, for oneDNN.
-        address: of the weight's memory.
+        place: address, shape and strides of the weight in memory.
         version: how often the weight had been changed in place; changes through ``weight.data`` do not count, and that
             is how adapters are merged.
         sample: array of about ``SAMPLE`` float32 entries of the weight, where such changes show. It looks into the
@@ -41,7 +41,7 @@ class _Packed(NamedTuple):
     """
 
     copy: Tensor
-    address: int
+    place: tuple[int, torch.Size, tuple[int, ...]]
     version: int
     sample: Any
     values: bytes
@@ -51,14 +51,14 @@ class _Packed(NamedTuple):
         weight = weight.detach()
         sample = weight.view(-1)[:: max(1, weight.numel() // SAMPLE)].numpy()
         copy = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
-        return cls(copy, weight.data_ptr(), weight._version, sample, sample.tobytes())
+        return cls(copy, _place(weight), weight._version, sample, sample.tobytes())
 
     def is_of(self, weight: Tensor) -> bool:
-        return (
-            weight.data_ptr() == self.address
-            and weight._version == self.version
-            and self.sample.tobytes() == self.values
-        )
+        return _place(weight) == self.place and weight._version == self.version and self.sample.tobytes() == self.values
+
+
+def _place(weight: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    return weight.data_ptr(), weight.shape, weight.stride()
 
 
 class PackedLinear(nn.Linear):

@@ -98,6 +98,9 @@ def load_corpus(directory: Path | str) -> Corpus:
     if not (directory / "corpus.json").is_file():
         raise ValueError(f"{directory} holds no corpus: it has no corpus.json")
     about = read_json_object(directory / "corpus.json")
+    missing = [name for name in CorpusSettings.__dataclass_fields__ if name not in about]
+    if missing:
+        raise ValueError(f"{directory / 'corpus.json'} does not say {', '.join(missing)}")
     known = {name: about[name] for name in CorpusSettings.__dataclass_fields__}
     settings = CorpusSettings(**known | {"answer_temperatures": tuple(known["answer_temperatures"])})
     shards = [_read_shard(_shard_path(directory, shard), shard, settings) for shard in range(settings.shards)]
