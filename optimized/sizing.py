@@ -20,7 +20,7 @@ from reference.api import RheoConfig
 
 MEMORY = 32.0  # steps: of times and trees, what was seen so long ago counts for 1/e
 LONG_MEMORY = 256.0  # of what the walks made of promises, since one step says little
-TRIAL = 4  # drafted steps before speculation may be turned off
+TRIAL = 4  # trees that are drafted before speculation may be turned off: of a batch, few steps say as much as of one
 SHORTEST_PAUSE, LONGEST_PAUSE = 32, 1024  # steps without a draft
 PRIOR_STEPS = 8.0  # what assumptions count for at first: costs as measured, scores that keep their promise, and
 PRIOR_GAIN = 0.5  # what a level adds up to, over the chance of the best node above it
@@ -80,7 +80,7 @@ class _Pace:
 
     Attributes:
         steps, nodes, levels, promised: one, the rows and the further levels of the trees, tokens per request.
-        tried: drafted steps since speculation was turned on.
+        tried: trees since speculation was turned on.
         left: steps without a draft that are still to come.
         pause: how many there will be the next time.
     """
@@ -132,7 +132,7 @@ class TreeSizer:
         if pace.left > 0:
             pace.left -= 1
             return None
-        pace.tried += 1
+        pace.tried += batch
         worth = max(speed, 1 / costs.plain) / self._honesty.value  # of a second, in scores
         return replace(
             config,
