@@ -287,6 +287,7 @@ def test_arguments_of_another_type_are_named() -> None:
     target, drafter = decoder().target, decoder().drafter
     with pytest.raises(ValueError, match="config must be a RheoConfig or None, got dict"):
         RheoDecoder(target, drafter, config={})  # type: ignore[arg-type]
+    assert RheoDecoder(target, drafter, max_batch_size=np.int64(4)).max_batch_size == 4  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_batch_size must be an integer of at least 1, got '8'"):
         RheoDecoder(target, drafter, max_batch_size="8")  # type: ignore[arg-type]
     with pytest.raises(

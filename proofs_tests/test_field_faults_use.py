@@ -211,6 +211,8 @@ def test_26_rope_scaling_is_dropped(tmp_path: Path, scaling: dict[str, Any]) -> 
     rope = {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}}
     with pytest.raises(ValueError, match=r"partial_rotary_factor=0\.5, which is not supported"):
         load_head(write(tmp_path / "within", RAW | rope, head_tensors()), HIDDEN, TARGET_VOCAB)
+    with pytest.raises(ValueError, match="rope_scaling must be an object, got 'linear'"):
+        load_head(write(tmp_path / "text", RAW | {"rope_scaling": "linear"}, head_tensors()), HIDDEN, TARGET_VOCAB)
 
 
 def test_26_no_vocabulary_map_where_the_vocabularies_are_equal(tmp_path: Path) -> None:

@@ -187,6 +187,9 @@ def test_corpus_refusals(tmp_path):
     (tmp_path / "corpus.json").write_text("[]")
     with pytest.raises(ValueError, match=r"corpus\.json must hold a JSON object, got list"):
         load_corpus(tmp_path)
+    (tmp_path / "corpus.json").write_text('{"length": 40}')
+    with pytest.raises(ValueError, match=r"corpus\.json does not say conversations, batch"):
+        load_corpus(tmp_path)
     with pytest.raises(ValueError, match="nothing is left to train on"):
         CorpusSettings(conversations=24)
     with pytest.raises(ValueError, match="answer_temperatures must be numbers >= 0"):

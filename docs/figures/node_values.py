@@ -83,13 +83,13 @@ def sharpened(nodes: WalkedNodes) -> None:
 def worth(nodes: WalkedNodes, temperature: float, price: float) -> dict[str, Values]:
     """[n] per choice of m: true chances less prices of the slots that the curves think worth their place."""
     curves = load_weights("embedded").at(temperature)
-    leads = _read(curves.lead, nodes.masses[:, :BRANCHING])
+    leads = read_curve(curves.lead, nodes.masses[:, :BRANCHING])
     gain = (nodes.target_probs[:, :BRANCHING] - price) * (leads >= price)
     values = {}
     for m in range(MOST_LEADS + 1):
-        probe = _read(curves.probe, nodes.masses[:, m])
+        probe = read_curve(curves.probe, nodes.masses[:, m])
         overlap, rest = nodes.probe(m)
-        fills = np.minimum(_read(curves.fill, nodes.masses[:, m : BRANCHING - 1]), probe[:, None])
+        fills = np.minimum(read_curve(curves.fill, nodes.masses[:, m : BRANCHING - 1]), probe[:, None])
         behind = (rest[:, : BRANCHING - 1 - m] - price) * (fills >= price)
         values[f"m={m}"] = gain[:, :m].sum(axis=1) + (probe >= price) * (overlap - price) + behind.sum(axis=1)
     values["none"] = gain.sum(axis=1)
@@ -99,7 +99,8 @@ def worth(nodes: WalkedNodes, temperature: float, price: float) -> dict[str, Val
     return values
 
 
-def _read(curve: Curve, masses: Values) -> Values:
+def read_curve(curve: Curve, masses: Values) -> Values:
+    """The curve's chances at masses of any shape."""
     return np.vectorize(lambda mass: float(curve(float(mass))))(masses)
 
 

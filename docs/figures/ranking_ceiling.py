@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from node_values import Values, read_curve
 from numpy.typing import NDArray
 
 from optimized import RheoConfig, RheoDecoder, SamplingParams
@@ -29,7 +30,6 @@ from optimized.bench.contexts import CommonContexts, choose_positions
 from optimized.bench.questions import read_sets
 from optimized.calibration import load_weights
 from optimized.trees import TreeBatch
-from reference.weights import Curve
 
 QUESTIONS, POSITIONS, TOKENS, TEMPERATURES = 12, 6, 64, (1.0, 0.6)  # questions of each set
 SLOTS, DEPTH, SIZES = 10, 8, (8, 16, 30, 60)
@@ -37,7 +37,6 @@ FOLDS = 4
 EVERYTHING = RheoConfig(
     branching=SLOTS, depth=DEPTH, tree_size=SLOTS + (DEPTH - 1) * SLOTS**2, weights=load_weights("embedded")
 )
-Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,9 +67,9 @@ class Supertree:
         """[nodes, SLOTS] the mass of the token in each slot."""
         return np.take_along_axis(self.masses, self.ranks, 1)
 
-    def along(self, weights: Values, start: float = 1.0) -> Values:
+    def along(self, weights: Values) -> Values:
         """[nodes] product of the weights [nodes, SLOTS] of the slots on the way to each node."""
-        product = np.full(len(self.parents), start)
+        product = np.ones(len(self.parents))
         for node, (parent, slot) in enumerate(zip(self.parents, self.slots, strict=True)):
             if parent >= 0:
                 product[node] = product[parent] * weights[parent, slot]
@@ -152,13 +151,10 @@ def paper(temperature: float) -> Callable[[Supertree], Values]:
 def calibrated(temperature: float) -> Callable[[Supertree], Values]:
     curves = load_weights("embedded").at(temperature)
 
-    def read(curve: Curve, masses: Values) -> Values:
-        return np.vectorize(lambda mass: float(curve(float(mass))))(masses)
-
     def weights(tree: Supertree) -> Values:
         offered = tree.offered()
-        lead, probe = read(curves.lead, offered[:, :1]), read(curves.probe, tree.masses[:, 1:2])
-        return capped(np.concatenate([lead, probe, read(curves.fill, offered[:, 2:])], axis=1))
+        lead, probe = read_curve(curves.lead, offered[:, :1]), read_curve(curves.probe, tree.masses[:, 1:2])
+        return capped(np.concatenate([lead, probe, read_curve(curves.fill, offered[:, 2:])], axis=1))
 
     return weights
 
