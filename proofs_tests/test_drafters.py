@@ -6,8 +6,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from optimized.models import kv_cache
 from optimized.models.causal_drafter import CausalDrafter, check_same_tokenizer
 from optimized.models.drafter import TreeMask
+from optimized.models.hf_model import CachedModel
 from optimized.trees import LevelNodes
 from proofs_tests.tiny_models import spread
 
@@ -79,6 +81,16 @@ def check_steps(model, lengths, beams=(3, 3, 2), steps=3, seed=0):
 @pytest.mark.parametrize("lengths", [[2], [5, 2, 7]])
 def test_causal_drafter_equals_plain_forward_along_every_path(make, lengths):
     check_steps(make(), lengths)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_causal_drafter_reads_long_texts_in_pieces(monkeypatch, rows):
+    monkeypatch.setattr(kv_cache, "CHUNK_ROWS", rows)
+    widest, run = [], CachedModel.forward
+    spied = lambda runner, tokens, *args: widest.append(tokens.shape[1]) or run(runner, tokens, *args)  # noqa: E731
+    monkeypatch.setattr(CachedModel, "forward", spied)
+    check_steps(llama(), [2, 9, 4])
+    assert (widest[0], max(widest)) == (rows, 3)  # the beam is as wide as that
 
 
 def test_causal_drafter_advance_equals_a_fresh_drafter():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from optimized.models import load_drafter, load_target, load_tokenizer
+from optimized.models import kv_cache, load_drafter, load_target, load_tokenizer
 from optimized.models.eagle3 import Eagle3Drafter, Eagle3Head, llama_config
 from optimized.models.packed_linear import pack_linears
 from optimized.models.target import TargetModel
@@ -156,6 +156,16 @@ def check_steps(drafter, embed, weights, lengths, steps=3, frequencies=None):
 def test_eagle3_drafter_equals_the_plain_head_along_every_path(lengths):
     drafter, embed = drafter_and_embedding()
     check_steps(drafter, embed, drafter.head.state_dict(), lengths)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_eagle3_drafter_reads_long_texts_in_pieces(monkeypatch, rows):
+    monkeypatch.setattr(kv_cache, "CHUNK_ROWS", rows)
+    drafter, embed = drafter_and_embedding()
+    widest, run = [], drafter._run
+    monkeypatch.setattr(drafter, "_run", lambda tokens, *args: widest.append(tokens.shape[1]) or run(tokens, *args))
+    check_steps(drafter, embed, drafter.head.state_dict(), [2, 9, 4])
+    assert (widest[0], max(widest)) == (rows, 3)  # the beam is as wide as that
 
 
 def test_eagle3_drafter_packed():

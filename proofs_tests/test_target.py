@@ -30,7 +30,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from optimized.models import target as target_module
+from optimized.models import kv_cache
 from optimized.models.kv_cache import TreeCache, causal
 from optimized.models.packed_linear import PackedLinear, pack_linears, packing_available
 from optimized.models.target import TargetModel
@@ -345,7 +345,7 @@ def test_prefill_in_chunks_equals_one_piece(attention, lengths, monkeypatch):
     monkeypatch.setattr(TreeCache, "extend", spied)
     whole, chunked = TargetModel(model, (0, 2)), TargetModel(model, (0, 2))
     logits, features = whole.prefill(prompts)
-    monkeypatch.setattr(target_module, "CHUNK_ROWS", 4)
+    monkeypatch.setattr(kv_cache, "CHUNK_ROWS", 4)
     actual_logits, actual_features = chunked.prefill(prompts)
     pieces = [(start, min(start + 4, longest)) for start in range(0, longest, 4)]
     assert masks == [(batch, 1, longest, longest), *((batch, 1, end - start, end) for start, end in pieces)]
@@ -362,7 +362,7 @@ def test_prefill_in_chunks_equals_one_piece(attention, lengths, monkeypatch):
 
 
 def test_prefill_in_chunks_then_trees(monkeypatch):
-    monkeypatch.setattr(target_module, "CHUNK_ROWS", 3)
+    monkeypatch.setattr(kv_cache, "CHUNK_ROWS", 3)
     run_steps(llama(), [[3], [11, 12, 13, 14, 15, 16, 17], [21, 22, 23]], feature_layers=(0, 1, 2))
     run_steps(llama(), [list(range(11, 21))], steps=2)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from optimized.models.drafter import TreeMask, tree_positions
 from optimized.models.hf_model import CachedModel
-from optimized.models.kv_cache import causal
+from optimized.models.kv_cache import read_texts
 from optimized.trees import LevelNodes
 
 
@@ -54,13 +54,12 @@ class CausalDrafter:
         if self._unread is not None:
             token_ids, counts = torch.cat([self._unread, token_ids], dim=1), counts + 1
             self._unread = None
-        batch, rows = token_ids.shape
-        positions = cache.device_lengths[:, None] + torch.arange(rows, device=token_ids.device)
-        logits, _ = self._runner.forward(
-            self._known(token_ids), positions, causal(batch, rows, token_ids.device), self._runner.last_row(counts)
-        )
-        cache.commit(counts)
-        return logits[:, 0, : self.vocab_size]
+        known = self._known(token_ids)
+
+        def forward(part: slice, positions: Tensor, visible: Tensor, read: Tensor) -> Tensor:
+            return self._runner.forward(known[:, part], positions, visible, self._runner.last_row(read))[0]
+
+        return read_texts(cache, known.shape[1], counts, forward)[:, 0, : self.vocab_size]
 
     @torch.no_grad()
     def expand(self, level: LevelNodes) -> Tensor:

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from optimized.models.drafter import TreeMask, tree_positions
-from optimized.models.kv_cache import TreeCache, causal
+from optimized.models.kv_cache import TreeCache, read_texts
 from optimized.trees import LevelNodes
 
 _LLAMA_KEYS = (
@@ -188,13 +188,15 @@ class Eagle3Drafter:
             raise ValueError(f"the EAGLE-3 head needs features of {width} numbers per position, got {given}")
         self._cache.drop_pending()
         self._tree.clear()
-        batch, rows = token_ids.shape
-        positions = self._cache.device_lengths[:, None] + torch.arange(rows, device=self.device)
-        fused = self.head.fc(features.to(self.device, self.head.norm.weight.dtype))
-        hidden = self._run(token_ids, fused, positions, causal(batch, rows, self.device))
-        self._cache.commit(counts)
-        last = (counts.to(self.device) - 1)[:, None, None].expand(-1, 1, hidden.shape[2])
-        self._hidden = hidden.gather(1, last)
+        known = features  # and not None
+
+        def forward(part: slice, positions: Tensor, visible: Tensor, read: Tensor) -> Tensor:
+            fused = self.head.fc(known[:, part].to(self.device, self.head.norm.weight.dtype))
+            hidden = self._run(token_ids[:, part], fused, positions, visible)
+            last = (read.to(self.device) - 1)[:, None, None].expand(-1, 1, hidden.shape[2])
+            return hidden.gather(1, last)
+
+        self._hidden = read_texts(self._cache, token_ids.shape[1], counts, forward)
         return self.head.logits(self._hidden[:, 0])
 
     @torch.no_grad()

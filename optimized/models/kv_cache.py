@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache
+
+CHUNK_ROWS = 1024  # texts are read so many rows at a time: their mask takes rows * width numbers per request
 
 
 class TreeCache(Cache):
@@ -163,3 +166,32 @@ class TreeCache(Cache):
 def causal(batch: int, rows: int, device: torch.device | str) -> Tensor:
     """[batch, rows, rows] bool: every row sees itself and the rows before it."""
     return torch.ones(rows, rows, dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
+
+
+def read_texts(
+    cache: TreeCache, rows: int, counts: Tensor, forward: Callable[[slice, Tensor, Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Read texts behind what is committed, ``CHUNK_ROWS`` of their rows at a time, and commit them.
+
+    Args:
+        cache: of the model that reads.
+        rows: of the longest text.
+        counts: [batch] rows of each, at least one; what stands behind them is padding.
+        forward: passes some of the rows through the model: which, their positions [batch, n], what they see [batch, n,
+            n] and how many of them count [batch], at least one (where a text has ended that is padding). Returns
+            [batch, 1, ...] at the last row that counts.
+
+    Returns:
+        What ``forward`` gave at every text's last row.
+    """
+    device, latest = cache.device_lengths.device, torch.empty(0)
+    for start in range(0, rows, CHUNK_ROWS):
+        part = slice(start, min(start + CHUNK_ROWS, rows))
+        size = part.stop - start
+        read = counts if size == rows else (counts - start).clamp(0, size)
+        positions = cache.device_lengths[:, None] + torch.arange(size, device=device)
+        found = forward(part, positions, causal(len(counts), size, device), read.clamp(min=1))
+        cache.commit(read)
+        goes_on = (read > 0).view(-1, *[1] * (found.ndim - 1)).to(found.device)
+        latest = found if start == 0 else torch.where(goes_on, found, latest)
+    return latest

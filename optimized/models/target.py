@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from optimized.models.hf_model import CachedModel
-from optimized.models.kv_cache import causal
-
-CHUNK_ROWS = 1024  # prompts are read so many rows at a time: their mask takes rows * longest prompt numbers per request
+from optimized.models.kv_cache import read_texts
 
 
 class TargetModel:
@@ -88,7 +86,7 @@ class TargetModel:
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
-        """Begin a batch: read the prompts, ``CHUNK_ROWS`` of their tokens at a time, and commit them.
+        """Begin a batch: read the prompts, a limited number of tokens at a time, and commit them.
 
         Args:
             prompts: token ids of each request, at least one each; lengths may differ.
@@ -110,26 +108,20 @@ class TargetModel:
         for row, prompt in zip(token_ids, prompts, strict=True):
             row[: len(prompt)] = torch.as_tensor(prompt, dtype=torch.long)
         counts = torch.tensor([len(prompt) for prompt in prompts])
-        cache = self._runner.cache
-        cache.reserve(longest)
-        logits, features = torch.empty(0), []
-        for start in range(0, longest, CHUNK_ROWS):
-            chunk = token_ids[:, start : start + CHUNK_ROWS].to(self.device)
-            batch, rows = chunk.shape
-            read = (counts - start).clamp(0, rows)  # a prompt that has ended reads padding, which is dropped
-            last, hidden = self._runner.forward(
-                chunk,
-                torch.arange(start, start + rows, device=self.device).expand(batch, -1),
-                causal(batch, rows, self.device),
-                self._runner.last_row(read.clamp(min=1)).to(self.device),
-                self.feature_layers,
-            )
-            cache.commit(read)
+        self._runner.cache.reserve(longest)
+        features = []
+
+        def forward(part: slice, positions: Tensor, visible: Tensor, read: Tensor) -> Tensor:
+            last = self._runner.last_row(read).to(self.device)
+            chunk = token_ids[:, part].to(self.device)
+            logits, hidden = self._runner.forward(chunk, positions, visible, last, self.feature_layers)
             of_chunk = self._features(hidden)
             if of_chunk is not None:
                 features.append(of_chunk)
-            logits = last[:, 0] if start == 0 else torch.where((read > 0)[:, None].to(last.device), last[:, 0], logits)
-        return logits, torch.cat(features, dim=1) if features else None
+            return logits
+
+        logits = read_texts(self._runner.cache, longest, counts, forward)
+        return logits[:, 0], torch.cat(features, dim=1) if features else None
 
     def check_prompt(self, index: int, prompt: Sequence[int]) -> None:
         """Check one prompt; ``index`` is how the message names it.
