@@ -72,13 +72,17 @@ def draw(logits: Tensor, temperatures: Tensor, top_k: int, uniforms: Tensor) -> 
     Returns:
         [rows] long.
     """
-    kept = min(top_k or logits.shape[-1], logits.shape[-1])
-    values, ids = logits.float().topk(kept, dim=-1)
-    law = (values / temperatures.clamp(min=GREEDY_TEMPERATURE)[:, None]).softmax(-1).double()
+    scores, ids = logits.float(), None
+    if 0 < top_k < scores.shape[-1]:
+        scores, ids = scores.topk(top_k, dim=-1)
+    law = (scores / temperatures.clamp(min=GREEDY_TEMPERATURE)[:, None]).softmax(-1).double()
     cumulative = law.cumsum(-1)
-    place = (cumulative <= uniforms[:, None] * cumulative[:, -1:]).sum(-1, keepdim=True).clamp(max=kept - 1)
-    place = torch.where(temperatures[:, None] < GREEDY_TEMPERATURE, 0, place)
-    return ids.gather(-1, place)[:, 0]
+    place = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)
+    last = law.shape[-1] - 1 - (law > 0).flip(-1).int().argmax(-1, keepdim=True)  # where rounding leaves none
+    place = torch.where(
+        temperatures[:, None] < GREEDY_TEMPERATURE, scores.argmax(-1, keepdim=True), place.minimum(last)
+    )
+    return (place if ids is None else ids.gather(-1, place))[:, 0]
 
 
 @torch.no_grad()
