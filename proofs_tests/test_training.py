@@ -27,7 +27,7 @@ from optimized.training import (
 )
 from optimized.training.evaluation import Text, _summary, answered_questions
 from optimized.training.journal import plot_training, read_journal
-from optimized.training.lessons import read_lesson, score_steps
+from optimized.training.lessons import StepScore, read_lesson, score_steps, step_loss
 from optimized.training.settings import compute_dtype
 from optimized.training.trainer import CHECKPOINT, batch_indices, learning_rate
 from optimized.training.unroll import unroll
@@ -283,6 +283,28 @@ def test_training_lowers_the_loss_and_raises_the_overlap(tmp_path):
     assert all(file.stat().st_size > 5000 for file in files)
 
 
+@pytest.mark.parametrize("objective", ["acceptance", "hybrid"])
+def test_the_overlap_may_be_the_objective(tmp_path, objective):
+    settings = TrainSettings(steps=40, batch=5, warmup=5, learning_rate=1e-2, measure_every=40)
+    run(tmp_path, replace(settings, objective=objective))
+    log = read_journal(tmp_path / "log.csv")
+    assert log[-1]["loss"] < log[0]["loss"]
+    for step in range(1, UNROLL + 1):
+        assert log[-1][f"overlap_{step}"] > log[0][f"overlap_{step}"] + 0.05
+
+
+def test_losses_by_hand():
+    overlap = torch.tensor([[0.5, 0.125]], requires_grad=True)
+    score = StepScore(torch.tensor([[1.0, 3.0]]), overlap, torch.zeros(1, 2))
+    assert float(step_loss(score, "cross-entropy")) == 2.0
+    loss = step_loss(score, "acceptance")
+    assert float(loss.detach()) == pytest.approx(2 * math.log(2))
+    loss.backward()
+    torch.testing.assert_close(overlap.grad, torch.tensor([[-1.0, -4.0]]))
+    weight = math.exp(-3 * 0.3125)
+    assert float(step_loss(score, "hybrid").detach()) == pytest.approx(weight * 2 + (1 - weight) * 0.6875)
+
+
 def test_schedule_and_order():
     settings = TrainSettings(steps=100, warmup=10, learning_rate=1.0, batch=3)
     rates = [learning_rate(settings, step) for step in range(100)]
@@ -303,6 +325,8 @@ def test_settings_errors():
         TrainSettings(decay=0)
     with pytest.raises(ValueError, match="learning_rate must be above 0"):
         TrainSettings(learning_rate=float("nan"))
+    with pytest.raises(ValueError, match="objective must be one of cross-entropy, acceptance, hybrid, got 'kl'"):
+        TrainSettings(objective="kl")
     assert compute_dtype("cpu") in (torch.float32, torch.bfloat16)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rich.table import Table
 from typer import Argument, Option
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from optimized.models.target import TargetModel
     from optimized.training import CorpusSettings, OverlapReport, TrainSettings
+
+Objective = Literal["cross-entropy", "acceptance", "hybrid"]  # as in optimized.training, which imports torch
 
 CORPUS, TRAINING, TEXTS = "Corpus", "Training", "Texts"
 
@@ -105,6 +107,9 @@ class TrainingOptions:
     steps: Annotated[int, Option(help="Of the optimiser.", rich_help_panel=TRAINING)] = 1160
     batch: Annotated[int, Option(help="Conversations per step.", rich_help_panel=TRAINING)] = 6
     unroll: Annotated[int, Option(help="Steps of the test-time unroll.", rich_help_panel=TRAINING)] = 4
+    objective: Annotated[Objective, Option(help="What is lowered; see docs/training.md.", rich_help_panel=TRAINING)] = (
+        "cross-entropy"
+    )
     decay: Annotated[float, Option(help="Unrolled step j weighs decay^j.", rich_help_panel=TRAINING)] = 0.8
     learning_rate: Annotated[float, Option(help="Its highest value.", rich_help_panel=TRAINING)] = 6e-4
     warmup: Annotated[int, Option(help="Steps up to it.", rich_help_panel=TRAINING)] = 40

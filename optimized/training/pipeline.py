@@ -21,6 +21,11 @@ from optimized.training.trainer import train
 from optimized.training.vocabulary import choose_vocabulary, membership
 
 DRAFT_VOCABULARY = 8192
+OBJECTIVES = {  # in the record's words
+    "cross-entropy": "soft cross-entropy",
+    "acceptance": "-log of the overlap",
+    "hybrid": "soft cross-entropy and, the more the better the head, 1 - overlap,",
+}
 Report = Callable[[str, int, int, str], None]  # stage, done, of how many, a few words
 
 
@@ -134,7 +139,8 @@ def training_record(
         f"{int(corpus.held_out.sum())} more held out; seed {about['seed']}",
         "training target": "the target's full next-token law on the draft vocabulary",
         "start": student.origin,
-        "training": f"soft cross-entropy over {settings.unroll} unrolled steps with weights {settings.decay:g}^j; "
+        "training": f"{OBJECTIVES[settings.objective]} over {settings.unroll} unrolled steps with weights "
+        f"{settings.decay:g}^j; "
         f"AdamW, {settings.learning_rate:g}, {settings.warmup} steps of warm-up, cosine, gradient norm cut to "
         f"{settings.clip:g}; batch {settings.batch} x {length}; {settings.steps:,} steps, "
         f"{settings.steps * settings.batch * length / 1e6:.2f} M tokens; products in "

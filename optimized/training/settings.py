@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
+
+Objective = Literal["cross-entropy", "acceptance", "hybrid"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class TrainSettings:
         steps: of the optimiser.
         batch: conversations per step.
         unroll: steps of the test-time unroll: the first reads the target's features, the others the head's own.
+        objective: what is lowered, see ``lessons.step_loss``.
         decay: the loss of unrolled step j = 0, 1, ... has the weight ``decay ** j``.
         learning_rate: its highest value, reached after ``warmup`` steps; a cosine then takes it to 0.
         warmup: steps of linear increase.
@@ -75,6 +78,7 @@ class TrainSettings:
     steps: int = 1160
     batch: int = 6
     unroll: int = 4
+    objective: Objective = "cross-entropy"
     decay: float = 0.8
     learning_rate: float = 6e-4
     warmup: int = 40
@@ -87,6 +91,8 @@ class TrainSettings:
     def __post_init__(self) -> None:
         least = {"steps": 1, "batch": 1, "unroll": 1, "warmup": 0, "weight_decay": 0, "seed": 0}
         _at_least(self, least | {"save_every": 1, "measure_every": 1})
+        if self.objective not in get_args(Objective):
+            raise ValueError(f"objective must be one of {', '.join(get_args(Objective))}, got {self.objective!r}")
         for name in ("decay", "learning_rate", "clip"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")

@@ -17,7 +17,7 @@ from optimized.files import write_whole
 from optimized.models.target import TargetModel
 from optimized.training.evaluation import Text, measure_overlap
 from optimized.training.journal import Journal, Row
-from optimized.training.lessons import read_lesson, score_steps
+from optimized.training.lessons import read_lesson, score_steps, step_loss
 from optimized.training.settings import TrainSettings, check_same, plain
 from optimized.training.student import Student
 
@@ -80,9 +80,10 @@ def train(
             group["lr"] = rate
         batch = tokens[batch_indices(len(tokens), settings, step)]
         lesson = read_lesson(target, batch, student.vocab_map, student.feature_layers)
-        scores = score_steps(head, student.embedding, lesson, settings.unroll, dtype)
+        by_overlap = settings.objective != "cross-entropy"
+        scores = score_steps(head, student.embedding, lesson, settings.unroll, dtype, by_overlap)
         weights = [settings.decay**j for j in range(settings.unroll)]
-        losses = [score.cross_entropy.mean() for score in scores]
+        losses = [step_loss(score, settings.objective) for score in scores]
         loss = torch.stack([w * x for w, x in zip(weights, losses, strict=True)]).sum() / sum(weights)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -97,7 +98,7 @@ def train(
             "loss": float(loss.detach()),
         }
         row |= {"gradient_norm": float(norm), "outside": float(scores[0].outside.mean())}
-        row |= {f"overlap_{j + 1}": float(score.overlap.mean()) for j, score in enumerate(scores)}
+        row |= {f"overlap_{j + 1}": float(score.overlap.detach().mean()) for j, score in enumerate(scores)}
         row["seconds"] = time.monotonic() - began
         log.write(row)
         last = step + 1 == settings.steps
