@@ -22,7 +22,7 @@ help:
 	@echo "make test      run the test suite, without the long proofs"
 	@echo "make lossless  run only the checks of losslessness, exact and statistical"
 	@echo "make prove     run the long version of the proofs"
-	@echo "make gpu-check check and time the kernels on a CUDA device, in under five minutes"
+	@echo "make gpu-check check and time the kernels on a CUDA device, in under ten minutes"
 	@echo "make soak      thousands of requests with failures injected through one decoder, under 30 minutes"
 	@echo "make head      train an EAGLE-3 head for the embedded model, a night on two cores; goes on where it stopped"
 	@echo "make check     lint, formatting, types, examples in the documentation"

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from optimized.kernels.tree import OPTIONS, SOURCE
 
+CUPYS_OPTIONS = ("-ftz=true",)  # what CuPy adds by itself
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 
 
@@ -68,7 +69,7 @@ def compile_cubin(source: Path = SOURCE, architecture: str = "sm_90", options: S
         return result[1] if len(result) > 1 else None
 
     check(created, "reading")
-    flags = [f"--gpu-architecture={architecture}".encode(), *(option.encode() for option in options)]
+    flags = [f"--gpu-architecture={architecture}".encode(), *(option.encode() for option in (*options, *CUPYS_OPTIONS))]
     check(nvrtc.nvrtcCompileProgram(program, len(flags), flags), "compiling")
     cubin = b" " * check(nvrtc.nvrtcGetCUBINSize(program), "measuring the machine code of")
     check(nvrtc.nvrtcGetCUBIN(program, cubin), "fetching the machine code of")

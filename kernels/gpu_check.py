@@ -1,8 +1,9 @@
-"""Everything that only a GPU can show, in one command under five minutes: ``make gpu-check``.
+"""Everything that only a GPU can show, in one command under ten minutes: ``make gpu-check``.
 
 1. the differential tests, a decode per backend and the graph capture on the device;
 2. the times (``kernels/bench.py``, without torch.compile, which takes minutes more);
-3. compute-sanitizer's memcheck and racecheck over the kernels.
+3. compute-sanitizer's memcheck and racecheck over the kernels; racecheck sees shared memory only, not what a block
+   leaves in device memory for itself.
 
 Goes on after a step that fails and says so at the end. ``python kernels/gpu_check.py exercise`` is what the sanitizer
 runs. Where nothing can be installed, in a checkout: ``PYTHONPATH=. python kernels/gpu_check.py --out FOLDER``.
@@ -15,6 +16,7 @@ import glob
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -27,13 +29,19 @@ TESTS = [
     "test_triton_slots.py",
     "test_triton_rows.py",
     "test_cuda_tree.py",
+    "test_graph_capture.py",
 ]
-KERNELS = ("select_beam", "prune_tree", "walk", "_tile_candidates", "_row_slots", "_tile_sums", "_row_outcome")
+CUDA_KERNELS = ("select_beam", "prune_tree", "walk")
+TRITON_KERNELS = ("_tile_candidates", "_row_slots", "_tile_sums", "_row_outcome", "_step_uniforms")
 SECONDS = {"tests": 200, "times": 150, "memcheck": 90, "racecheck": 90}
 
 
 def sanitizer() -> str:
-    """The path of compute-sanitizer: CUDA's own, or that of the package nvidia-cuda-sanitizer-api."""
+    """The path of compute-sanitizer: CUDA's own, or that of the package nvidia-cuda-sanitizer-api.
+
+    Raises:
+        FileNotFoundError: there is neither.
+    """
     found = shutil.which("compute-sanitizer") or next(iter(glob.glob("/usr/local/cuda*/bin/compute-sanitizer")), None)
     spec = importlib.util.find_spec("nvidia")
     for folder in [] if spec is None else spec.submodule_search_locations or []:
@@ -42,13 +50,14 @@ def sanitizer() -> str:
                 path.chmod(path.stat().st_mode | 0o111)  # wheels lose the executable bit
                 found = str(path)
     if found is None:
-        raise SystemExit("compute-sanitizer is missing: install CUDA's, or pip install nvidia-cuda-sanitizer-api")
+        raise FileNotFoundError("compute-sanitizer is missing: install CUDA's, or nvidia-cuda-sanitizer-api with pip")
     return found
 
 
 def exercise() -> None:
-    """Every CUDA kernel on batches of small and large trees, with ties and with padding."""
+    """Every kernel on batches of small and large trees and vocabularies, with ties and with padding."""
     import torch
+    import triton
 
     from optimized.backends import choose_backend
     from optimized.growth import grow_trees
@@ -57,8 +66,11 @@ def exercise() -> None:
     from optimized.target_laws import SamplingBatch, TargetLaws
     from reference.api import RheoConfig
 
+    launched: set[str] = set()
+    triton.knobs.runtime.launch_enter_hook.add(lambda metadata: launched.add(metadata.get()["name"]))
     device = torch.device("cuda")
     for config, vocab in (
+        (RheoConfig(), 9001),  # several tiles, the last of them short
         (RheoConfig(), 4096),
         (RheoConfig(branching=2, depth=2, tree_size=60), 3),
         (RheoConfig(branching=32, depth=4, tree_size=1000, verification="rrsw"), 200),
@@ -66,7 +78,8 @@ def exercise() -> None:
         backend = choose_backend("cupy", device, config)
         generator = torch.Generator(device).manual_seed(vocab)
         table = torch.randn(64, vocab, device=device, generator=generator).round().bfloat16()
-        randomness = StepRandomness(range(5), config.depth, config.beam_width, config.tree_size + 1, device)
+        shape = (config.depth, config.beam_width, config.tree_size + 1)
+        randomness = StepRandomness(range(5), *shape, device, kernel=backend.uniforms)
         noise = randomness.at(torch.zeros(5, dtype=torch.long, device=device))
         temperatures = torch.tensor([1.0, 0.0, 0.5, 1.0, 2.0], dtype=torch.float64, device=device)
         trees = grow_trees(
@@ -83,6 +96,9 @@ def exercise() -> None:
         for rule in ("rheo", "rrsw"):
             backend.verify(trees, TargetLaws(logits, sampling, trees), noise, rule)
     torch.cuda.synchronize()
+    idle = [name for name in TRITON_KERNELS if not any(name in found for found in launched)]
+    if idle:
+        raise RuntimeError(f"these kernels did not run: {', '.join(idle)}")
     print("every kernel ran")
 
 
@@ -96,7 +112,8 @@ def main() -> int:
     if not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device; `make test` runs the kernels without one")
     python = sys.executable
-    kernels = [option for name in KERNELS for option in ("--kernel-name", f"kernel_substring={name}")]
+    names = CUDA_KERNELS + TRITON_KERNELS
+    kernels = [option for name in names for option in ("--kernel-name", f"kernel_substring={name}")]
     parallel = ["-n", "8"] if importlib.util.find_spec("xdist") else []
     tests = [str(ROOT / "proofs_tests" / name) for name in TESTS]
     exercised = [python, __file__, "exercise"]
@@ -104,20 +121,26 @@ def main() -> int:
         "tests": [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *parallel, "-k", "not shim", *tests],
         "times": [python, str(ROOT / "kernels" / "bench.py"), "--no-compile", "--out", str(options.out)],
     }
-    for tool in ("memcheck", "racecheck"):
+    failed = []
+    try:
         checked = [sanitizer(), "--target-processes", "application-only", "--error-exitcode", "9", *kernels]
-        steps[tool] = [*checked, "--tool", tool, *exercised]
+        steps |= {tool: [*checked, "--tool", tool, *exercised] for tool in ("memcheck", "racecheck")}
+    except FileNotFoundError as error:
+        print(error, flush=True)
+        failed.append("sanitizer")
     # Torch's cache of device memory would hide an access beyond a tensor: it lies in the same allocation.
     uncached = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    failed = []
     for name, command in steps.items():
         begin = time.perf_counter()
         print(f"== {name}", flush=True)
         try:
             environment = None if name in ("tests", "times") else uncached
-            code = subprocess.run(command, cwd=ROOT, env=environment, timeout=SECONDS[name]).returncode
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+            code = process.wait(SECONDS[name])
             outcome = "passed" if code == 0 else f"failed ({code})"
         except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the tool's and the tests' own processes, too
+            process.wait()
             outcome = f"stopped after {SECONDS[name]} s"
         if outcome != "passed":
             failed.append(name)

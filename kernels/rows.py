@@ -8,14 +8,15 @@ where q~ lives, decides about the probe and draws from p or from the residual: f
 What q~ (and, for ``rrsw``, the leads) takes out of p is known per token of the law: min(p, q~). A tile's residual mass
 is its mass less what is taken out of it, and so on down to the token, where it is max(0, p - q~) itself.
 
-Rounding. Weights are float32, everything added across them is float64. A weight's relative error is below
-(2 y + 6) 2**-24 where y = (largest - x) / T: a subtraction and a product, half an ulp of y each, and an exp2 good to
-two ulps of its own (and to 0 below 2**-126, on a device). 1 / T is off by half an ulp for all weights alike, a tile's
-sum for all weights of a tile. The mean of y under p is the entropy plus the logarithm of the largest probability, below
-10 for any law over 2**18 tokens, so the law moves by less than 1.6e-6 in total variation even if every error had its
-largest size and pushed the same way. They are rounding errors of both signs: over laws that spread y the most, 3e-8 was
-measured in the interpreter (whose exp2 is good to half an ulp), and the limit of 1e-6 is a test that runs wherever the
-kernels do. Draws add nothing to it: cumulative sums are float64, so a token's share is its own weight's.
+Rounding. Weights are float32, everything added across them is float64, in an order that the compiler chooses by the
+logits' type: 1e-16 of a sum depends on it. A weight's relative error is below (2 y + 6) 2**-24 where
+y = (largest - x) / T: a subtraction and a product, half an ulp of y each, and an exp2 good to two ulps of its own (and
+to 0 below 2**-126, on a device). 1 / T is off by half an ulp for all weights alike. The mean of y under p is the
+entropy plus the logarithm of the largest probability, below 10 for any law over 2**18 tokens, so the law moves by less
+than 1.6e-6 in total variation even if every error had its largest size and pushed the same way. They are rounding
+errors of both signs: over laws that spread y the most, 3e-8 was measured in the interpreter (whose exp2 is good to half
+an ulp), and the limit of 1e-6 is a test that runs wherever the kernels do. Draws add nothing to it: cumulative sums are
+float64, so a token's share is its own weight's.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _tile_sums(
     temperatures,
     num_nodes,
     tops,  # [batch * rows, num_tiles] float32
-    sums,  # likewise; NaN where a logit is NaN or +inf
+    sums,  # likewise, float64; NaN where a logit is NaN or +inf
     bests,  # likewise, int32; greedy requests only
     vocab,
     rows,
@@ -91,7 +92,7 @@ def _tile_sums(
     else:
         scale = binary_scale(temperature).to(tl.float32)
         # NaN and +inf make the sum NaN; a tile of nothing but -inf has none.
-        tl.store(sums + out, tl.sum(tl.exp2((x - base_of(top)) * scale), axis=0))
+        tl.store(sums + out, tl.sum(tl.exp2((x - base_of(top)) * scale).to(tl.float64), axis=0))
 
 
 @triton.jit(
@@ -158,7 +159,7 @@ def _row_outcome(
     tiles = tl.arange(0, TILES)
     inside = tiles < num_tiles
     tile_tops = tl.load(tops + tiles, mask=inside, other=float("-inf"))
-    tile_sums = tl.load(sums + out * num_tiles + tiles, mask=inside, other=0.0).to(tl.float64)
+    tile_sums = tl.load(sums + out * num_tiles + tiles, mask=inside, other=0.0)
     top = tl.max(tile_tops, axis=0)
     fails = (top == float("-inf")) | (tl.max((tile_sums != tile_sums).to(tl.int32), axis=0) > 0)
     if temperature < GREEDY_BELOW:
@@ -324,7 +325,7 @@ def row_outcomes(
         lead_token=empty(dtype=torch.int64),
         failed=empty(dtype=torch.bool),
     )
-    tops, sums = empty(num_tiles, dtype=torch.float32), empty(num_tiles, dtype=torch.float32)
+    tops, sums = empty(num_tiles, dtype=torch.float32), empty(num_tiles, dtype=torch.float64)
     bests = empty(num_tiles, dtype=torch.int32)
     amounts = empty(support, dtype=torch.float64)
     with device_of(logits):

@@ -340,7 +340,7 @@ def level_slots(
         tile: logits per program; the results do not depend on it.
 
     Raises:
-        ValueError: shapes that do not fit together, more support or vocabulary than the kernels hold.
+        ValueError: shapes that do not fit together, more support, vocabulary or tile than the kernels hold.
     """
     logits = check_logits(logits, "width")
     batch, width, vocab = logits.shape
@@ -353,6 +353,8 @@ def level_slots(
         raise ValueError(f"support must be at most {MAX_SUPPORT}, got {support}; the Torch path takes more")
     kept = power_of_two(support)
     tile = check_tile(tile, tile_for(kept), vocab)
+    if tile > MAX_CANDIDATES:
+        raise ValueError(f"tile must be at most {MAX_CANDIDATES}, got {tile}")
     num_tiles = triton.cdiv(vocab, tile)
     one_tile = num_tiles == 1
     # A tile that holds no more than the support is a candidate as a whole.

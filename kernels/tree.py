@@ -346,7 +346,8 @@ def launch_on_device(kernel: str, blocks: int, threads: int, arguments: Sequence
     device = next(value.device for value in arguments if isinstance(value, Tensor))
     if device.type != "cuda":
         raise RuntimeError(f"{kernel} runs on a CUDA device, its tensors are on {device}")
-    with cupy.cuda.Device(device.index), _cupy_stream(device):
+    # Torch hands out tensors of its current device only, and keeps its own record of which that is.
+    with torch.cuda.device(device), cupy.cuda.Device(device.index), _cupy_stream(device):
         _function(kernel)((blocks,), (threads,), tuple(_argument(value) for value in arguments))
 
 

@@ -14,21 +14,32 @@ MOST = 256
 
 
 def _kept(make: Callable[P, Tensor]) -> Callable[P, Tensor]:
-    """Keep what was made. What a CUDA graph's capture makes is not kept: it holds nothing until the replay."""
+    """Keep what was made. What a CUDA graph's capture makes is not kept: it holds nothing until the replay. What it is
+    handed, its replays read: that is never let go.
+    """
     kept: dict[object, Tensor] = {}
+    captured: dict[object, Tensor] = {}
 
     @wraps(make)
     def made(*args: P.args, **kwargs: P.kwargs) -> Tensor:
         found = kept.get(args)
         if found is None:
+            found = captured.get(args)
+        if found is None:
             found = make(*args, **kwargs)
-            if not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
+            if not _capturing(found):
                 if len(kept) >= MOST:
                     kept.clear()
                 kept[args] = found
+        elif _capturing(found):
+            captured[args] = found
         return found
 
     return made
+
+
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @_kept

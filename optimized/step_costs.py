@@ -114,7 +114,8 @@ def _shapes(config: RheoConfig, batch: int) -> list[RheoConfig | None]:
     few = max(min(config.branching // 4, most // 2), 1)
     wide, deep = config.branching, min(config.depth, 4)
     sizes = ((few, 1), (wide, 1), (few, deep), (min(most, wide * (1 + (deep - 1) * config.beam_width)), deep))
-    return [None, *(replace(config, tree_size=min(size, most), depth=depth) for size, depth in sizes)]
+    fixed = replace(config, score_threshold=0.0, level_threshold=0.0)  # every tree is as large as it is said to be
+    return [None, *(replace(fixed, tree_size=min(size, most), depth=depth) for size, depth in sizes)]
 
 
 class _Stopwatch:

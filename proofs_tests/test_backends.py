@@ -14,6 +14,7 @@ from optimized.decoder import RheoDecoder
 from optimized.sampling_params import SamplingParams
 from proofs_tests.toy import random_logits
 from proofs_tests.toy_models import PathDrafter, PathTarget
+from proofs_tests.triton_cases import DEVICE
 from reference.api import RheoConfig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -97,7 +98,7 @@ def test_a_whole_decode_is_the_same_on_every_backend(name: str) -> None:
     params = [SamplingParams(seed=b, temperature=(0.0, 0.7, 1.0)[b % 3], max_new_tokens=4 + b) for b in range(4)]
     texts = []
     for backend in ("torch", name):
-        target = PathTarget(12, random_logits(3, 12, "normal"))
+        target = PathTarget(12, random_logits(3, 12, "normal"), device=DEVICE)
         shape = RheoConfig(branching=3, depth=2, tree_size=4)
         decoder = RheoDecoder(target, PathDrafter(12), None, shape, backend=backend)  # type: ignore[arg-type]
         assert decoder.backend.name == backend

@@ -144,6 +144,21 @@ def test_expected_length_of_a_draft_that_is_the_target() -> None:
         assert length == 4
 
 
+def test_contexts_are_those_of_the_request_that_writes_the_text() -> None:
+    """Before the least length no end of text is drawn, and where the draft's context is full nothing is drafted."""
+    target, drafter = pair("causal")
+    target.eos_token_ids = (33,)
+    contexts = CommonContexts(target, PROMPT, TEXT, [1, 5], 1.0, min_new_tokens=3)
+    trees = contexts.draft(drafter, RheoConfig.static([[0], [0, 0]], draft_support=20), seed=4)[0]
+    for row, law in enumerate(all_laws(contexts.laws(trees), trees)):
+        generated = torch.tensor([1, 5]) + trees.depths[:, row]
+        assert ((law[:, 33] == 0) == (generated < 3)).all()
+    whole = contexts.measure(drafter, CONFIG, seed=4).expected_lengths
+    drafter.max_positions = len(PROMPT) + 4 + CONFIG.depth
+    assert contexts.measure(drafter, CONFIG, seed=4).expected_lengths == (whole[0], 1.0)
+    assert min(whole) > 1
+
+
 def test_a_generation_in_between_is_noticed() -> None:
     target, drafter = pair("causal")
     contexts = CommonContexts(target, PROMPT, TEXT, [2], 1.0)

@@ -266,6 +266,10 @@ def test_training_refuses_another_run_s_checkpoint(tmp_path):
     with pytest.raises(ValueError, match=r"steps: 2 there, 3 now\); give those, or another folder"):
         run(tmp_path, TrainSettings(steps=3, batch=2))
     run(tmp_path, TrainSettings(steps=2, batch=2, save_every=1))  # changes nothing that is learned
+    state = torch.load(tmp_path / CHECKPOINT)
+    del state["identity"]["objective"]  # as it was before there was a choice
+    torch.save(state, tmp_path / CHECKPOINT)
+    run(tmp_path, TrainSettings(steps=2, batch=2))
     with pytest.raises(ValueError, match="batch=6, but only 5 texts"):
         run(tmp_path / "new", TrainSettings())
 

@@ -166,6 +166,9 @@ def test_corpus_goes_on_where_it_stopped(tmp_path):
         assert path.read_bytes() == (tmp_path / "parts" / path.name).read_bytes()
     other = write_corpus(tmp_path / "other", target, tokenizer, replace(SETTINGS, seed=1), "tiny")
     assert not torch.equal(other.tokens, whole.tokens)
+    more = write_corpus(tmp_path / "more", target, tokenizer, replace(SETTINGS, conversations=9), "tiny")
+    assert torch.equal(more.tokens[:6], whole.tokens[:6])
+    assert torch.equal(more.tokens[more.held_out], whole.tokens[whole.held_out])  # nothing trained on is held out later
 
 
 def test_corpus_refusals(tmp_path):
@@ -219,6 +222,24 @@ def test_pipeline_with_a_checkpoint_to_go_on_from(tmp_path):
     assert torch.equal(load_drafter(second, target).vocab_map, drafter.vocab_map)
     before, after = (read_journal(tmp_path / name / "held_out.csv") for name in "ab")
     assert after[0]["overlap_1"] == pytest.approx(before[-1]["overlap_1"], abs=0.01)  # rounded to bfloat16 between
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train_settings": TrainSettings(batch=6)}, "batch=6, but only 5 texts to train on"),
+        ({"train_settings": TrainSettings(batch=2, unroll=40)}, "40 unrolled steps need texts of at least 41 tokens"),
+        ({"draft_vocab_size": 0}, "a draft vocabulary of 0 tokens; 1 to 257 are possible"),
+        ({"init": Path("nowhere")}, "nowhere"),
+    ],
+)
+def test_pipeline_refuses_before_it_writes_a_corpus(tmp_path, changes, message):
+    settings = {"train_settings": TrainSettings(steps=1, batch=2), **changes}
+    with pytest.raises((ValueError, OSError), match=message):
+        train_head(
+            tmp_path / "run", TargetModel(tiny_model()), byte_tokenizer(TEMPLATE), SETTINGS, plot=False, **settings
+        )
+    assert not (tmp_path / "run").exists()
 
 
 def as_speculators(official: Path, directory: Path) -> Path:
@@ -311,6 +332,15 @@ def test_commands_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     result = rheo(*measure, "--texts", 1)
     assert result.exit_code == 0, result.output
     assert "alpaca" in result.stdout
+    assert rheo(*measure[:1], questions.parent, *measure[2:], "--texts", 1).stdout == result.stdout  # a folder will do
+    about = tmp_path / "run" / "corpus" / "corpus.json"
+    written = json.loads(about.read_text())
+    about.write_text(json.dumps(written | {"target": "another"}))
+    result = rheo(*measure, "--texts", 1, "--corpus", about.parent)
+    assert result.exit_code == 0
+    assert "was written by another, not by" in " ".join(result.stderr.split())
+    about.write_text(json.dumps(written | {"vocab_size": 300}))
+    assert "300 tokens; the target has 257" in " ".join(rheo(*measure, "--corpus", about.parent).stderr.split())
     for wrong, message in (
         (["evaluate-head", *where], "nothing to measure on"),
         (["evaluate-head", tmp_path / "no.jsonl", *where], "no such file"),

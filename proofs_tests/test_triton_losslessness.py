@@ -6,6 +6,7 @@ shape has a lead, a probe and a fill at the root and below, and a draft that ran
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -20,6 +21,7 @@ from optimized.randomness import StepRandomness
 from optimized.sampling_params import SamplingParams
 from optimized.target_laws import SamplingBatch, TargetLaws
 from proofs_tests.statistics import Family
+from proofs_tests.triton_cases import DEVICE
 from reference.api import Verification
 
 PARAMS = (SamplingParams(), SamplingParams(temperature=0.7, top_k=4))
@@ -31,12 +33,15 @@ def first_two_tokens(rule: Verification, seeds: range) -> list[NDArray[np.int64]
     from optimized.kernel_backends import TRITON
 
     model, config, batch = CASE.model(), CASE.rheo_config("rrsw" if rule == "rrsw" else "rheo"), len(seeds)
+    model = replace(
+        model, target_logits=model.target_logits.to(DEVICE), draft_logits=model.draft_logits.to(DEVICE)
+    )  # without a vocabulary map
     asked = [PARAMS[b % len(PARAMS)] for b in range(batch)]
-    sampling = SamplingBatch.from_params(asked, [()] * batch, model.vocab_size)
-    noise = StepRandomness(list(seeds), config.depth, config.beam_width, config.tree_size + 1).at(
-        torch.ones(batch, dtype=torch.long)
+    sampling = SamplingBatch.from_params(asked, [()] * batch, model.vocab_size, device=DEVICE)
+    noise = StepRandomness(list(seeds), config.depth, config.beam_width, config.tree_size + 1, DEVICE).at(
+        torch.ones(batch, dtype=torch.long, device=DEVICE)
     )
-    roots = torch.full((batch,), model.root_context)
+    roots = torch.full((batch,), model.root_context, device=DEVICE)
     trees = grow_trees(
         config,
         model.draft_logits[roots],
@@ -56,8 +61,8 @@ def first_two_tokens(rule: Verification, seeds: range) -> list[NDArray[np.int64]
     for b, params in enumerate(asked):
         first, second = walks.token_ids[b, :2].tolist()
         if second < 0:  # the step emitted one token; the rest of a text is the target's, whoever samples it
-            context = int(model.follow(roots[b : b + 1], torch.tensor([first]))[0])
-            law = target_law(model.target_logits[context].double().numpy(), params)
+            context = int(model.follow(roots[b : b + 1], torch.tensor([first], device=DEVICE))[0])
+            law = target_law(model.target_logits[context].double().cpu().numpy(), params)
             second = int(rng.choice(model.vocab_size, p=law))
         counts[b % len(PARAMS)][first * model.vocab_size + second] += 1
     return counts

@@ -24,11 +24,16 @@ class PathTarget:
     """
 
     def __init__(
-        self, vocab_size: int, logits: Logits | None = None, eos: Sequence[int] = (), max_positions: int | None = None
+        self,
+        vocab_size: int,
+        logits: Logits | None = None,
+        eos: Sequence[int] = (),
+        max_positions: int | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.vocab_size, self.max_positions = vocab_size, max_positions
         self.eos_token_ids = tuple(eos)
-        self.device, self.dtype = torch.device("cpu"), torch.float32
+        self.device, self.dtype = torch.device(device), torch.float32
         self.feature_layers: tuple[int, ...] = ()
         self.logits = logits or random_logits(1, vocab_size, "normal")
         self.texts: list[tuple[int, ...]] = []  # committed: everything but the next root
@@ -45,7 +50,7 @@ class PathTarget:
         features = torch.zeros(len(prompts), longest, 1)
         for b, text in enumerate(self.texts):
             features[b, : len(text), 0] = torch.tensor([fingerprint(text[: i + 1]) for i in range(len(text))])
-        return torch.stack([self._answer(text) for text in self.texts]), features
+        return torch.stack([self._answer(text) for text in self.texts]).to(self.device), features.to(self.device)
 
     def forward_tree(
         self, token_ids: Tensor, depths: Tensor, ancestors: Tensor, contain_nan: bool = False
@@ -63,7 +68,7 @@ class PathTarget:
                 assert depths[b, row] == 0 or len(path) - len(self.texts[b]) - 1 == depths[b, row]
         logits = torch.stack([torch.stack([self._answer(path) for path in paths]) for paths in self._rows])
         features = torch.tensor([[[fingerprint(path)] for path in paths] for paths in self._rows])
-        return logits, features
+        return logits.to(self.device), features.to(self.device)
 
     def commit(self, rows: Tensor, counts: Tensor) -> None:
         for b, count in enumerate(counts.tolist()):
@@ -100,7 +105,7 @@ class PathDrafter:
                 assert float(features[b, i, 0]) == fingerprint(self.texts[b])
                 self.texts[b] = (*self.texts[b], token)
         self._beam = [[text] for text in self.texts]
-        return torch.stack([torch.from_numpy(self.logits(text)) for text in self.texts])
+        return torch.stack([torch.from_numpy(self.logits(text)) for text in self.texts]).to(features.device)
 
     def expand(self, level: LevelNodes) -> Tensor:
         token_ids, parents = level.token_ids.tolist(), level.parents.tolist()
@@ -108,7 +113,8 @@ class PathDrafter:
             [(*beam[parent], token) for token, parent in zip(token_ids[b], parents[b], strict=True)]
             for b, beam in enumerate(self._beam)
         ]
-        return torch.stack([torch.stack([torch.from_numpy(self.logits(p)) for p in beam]) for beam in self._beam])
+        logits = [torch.stack([torch.from_numpy(self.logits(path)) for path in beam]) for beam in self._beam]
+        return torch.stack(logits).to(level.token_ids.device)
 
     def select(self, keep: Tensor) -> None:
         self.texts = [self.texts[b] for b in keep.tolist()]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy import stats
 
 from optimized.bench.methods import GENERATE, PLAIN, SETTINGS, Method
 from optimized.bench.rows import Row
@@ -64,7 +65,7 @@ class Difference:
 
     Attributes:
         estimate: over questions.
-        low, high: 95 % bootstrap interval, questions resampled within their sets; NaN below two questions in a set.
+        low, high: 95 % bootstrap interval, see ``bootstrap``; NaN below two questions in a set.
     """
 
     estimate: Estimate
@@ -82,7 +83,6 @@ class Results:
         methods: in the order of the file.
         temperatures: ascending.
         sets: in the order of the file.
-        baseline: "generate" or "plain": what speed-ups are over; None when neither was measured.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -97,8 +97,15 @@ class Results:
         self.methods = sorted(found, key=lambda method: (names[method.name], *map(_sortable, method.settings.values())))
         self.temperatures = sorted({row.temperature for row in rows})
         self.sets = list(dict.fromkeys(row.set_name for row in rows))
-        present = {method.name for method in self.methods}
-        self.baseline = next((name for name in (GENERATE, PLAIN) if name in present), None)
+
+    def baseline(self, temperature: float) -> Method | None:
+        """What speed-ups at a temperature are over: ``generate``, else ``plain``; None when neither was measured."""
+        return next((m for m in (Method(GENERATE), Method(PLAIN)) if (m, temperature) in self._by_place), None)
+
+    def baselines(self) -> list[str]:
+        """The names of what speed-ups are over, at any temperature."""
+        found = [self.baseline(temperature) for temperature in self.temperatures]
+        return list(dict.fromkeys(method.name for method in found if method is not None))
 
     def of(self, method: Method, temperature: float) -> list[Row]:
         """All rows of one method at one temperature."""
@@ -110,9 +117,10 @@ class Results:
 
     def speed_ups(self, method: Method, temperature: float) -> Values:
         """Tokens per second over the baseline's, per question, on the turns and seeds that both have."""
-        if self.baseline is None:
+        baseline = self.baseline(temperature)
+        if baseline is None:
             return {}
-        mine, theirs = self._common(method, Method(self.baseline), temperature)
+        mine, theirs = self._common(method, baseline, temperature)
         fast, slow = _per_question(tokens_per_second, mine), _per_question(tokens_per_second, theirs)
         return {question: fast[question] / slow[question] for question in fast if slow.get(question)}
 
@@ -161,6 +169,10 @@ def estimates(values: Values, sets: Sequence[str]) -> dict[str, Estimate]:
 def bootstrap(values: Values, sets: Sequence[str], resamples: int, seed: int) -> dict[str, Difference]:
     """Paired differences per set and on average, with 95 % percentile intervals.
 
+    A mean of n resampled values varies too little by sqrt((n - 1) / n), and its spread is not known but estimated, so
+    deviations from the estimate are enlarged by sqrt(n / (n - 1)) in every set, and then by what Student's t has over
+    the normal law, with Welch and Satterthwaite's degrees of freedom.
+
     Args:
         values: a difference per question.
         sets: all sets there are; the average is given if every one has values.
@@ -169,20 +181,34 @@ def bootstrap(values: Values, sets: Sequence[str], resamples: int, seed: int) ->
     """
     by_set = _by_set(values)
     rng = np.random.default_rng(seed)
-    means: dict[str, np.ndarray] = {}
+    deviations: dict[str, np.ndarray] = {}
     for name in sets:
         if name in by_set:
-            drawn = rng.integers(len(by_set[name]), size=(resamples, len(by_set[name])))
-            means[name] = by_set[name][drawn].mean(axis=1)
-    if means and len(means) == len(sets):
-        means[AVERAGE] = np.mean([means[name] for name in sets], axis=0)
+            values_here, count = by_set[name], len(by_set[name])
+            drawn = values_here[rng.integers(count, size=(resamples, count))].mean(axis=1)
+            deviations[name] = (drawn - values_here.mean()) * math.sqrt(count / max(count - 1, 1))
+    if len(deviations) == len(sets):
+        deviations[AVERAGE] = np.mean([deviations[name] for name in sets], axis=0)
     lonely = {name for name, part in by_set.items() if len(part) < 2}
-    found = {}
-    for name, estimate in estimates(values, sets).items():
-        known = name not in lonely and not (name == AVERAGE and lonely)
-        low, high = np.quantile(means[name], [0.025, 0.975]).tolist() if known else (math.nan, math.nan)
-        found[name] = Difference(estimate, low, high)
-    return found
+    found = estimates(values, sets)
+    differences = {}
+    for name, estimate in found.items():
+        if name in lonely or (name == AVERAGE and lonely):
+            differences[name] = Difference(estimate, math.nan, math.nan)
+            continue
+        wider = _student([found[one] for one in (sets if name == AVERAGE else [name])])
+        low, high = estimate.mean + wider * np.quantile(deviations[name], [0.025, 0.975])
+        differences[name] = Difference(estimate, float(low), float(high))
+    return differences
+
+
+def _student(parts: Sequence[Estimate]) -> float:
+    """How much wider a 95 % interval of the parts' sum is than if their spreads were known."""
+    variances = [part.standard_error**2 for part in parts]
+    if not sum(variances):
+        return 1.0
+    freedom = sum(variances) ** 2 / sum(v**2 / (part.questions - 1) for v, part in zip(variances, parts, strict=True))
+    return float(stats.t.ppf(0.975, freedom) / stats.norm.ppf(0.975))
 
 
 def _estimate(values: np.ndarray) -> Estimate:
@@ -231,9 +257,10 @@ PHASES = ("target", "draft", "sampling", "other")
 
 
 def milliseconds_per_pass(rows: Iterable[Row]) -> dict[str, float] | None:
-    """Where a step's time goes, the prompt's pass left out; None where no pass was timed.
+    """Where a step's time goes, the target's pass over the prompt left out; None where no pass was timed.
 
-    The time until the first token is taken off the target's share; the drawing of that token is in it and is small.
+    The time until the first token is taken off the target's share; the drawing of that token is in it and is small. The
+    draft reads the prompt behind the first token, and that stays in its share.
     """
     rows = [row for row in rows if row.passes and row.target_seconds is not None]
     passes = sum(row.passes or 0 for row in rows)

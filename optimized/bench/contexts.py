@@ -64,6 +64,7 @@ class CommonContexts:
         positions: 1 or more, each at most ``len(text)``; see ``choose_positions``.
         temperature: of the target's laws and of the probes.
         feature_layers: of the drafter that will be asked; () for none.
+        min_new_tokens: of the request that writes the text: before so many no end of text is drawn.
 
     Raises:
         ValueError: no position, or one outside the text.
@@ -78,12 +79,15 @@ class CommonContexts:
         positions: Sequence[int],
         temperature: float,
         feature_layers: tuple[int, ...] = (),
+        min_new_tokens: int = 0,
     ) -> None:
         if not positions or not all(1 <= place <= len(text) for place in positions):
             raise ValueError(f"positions must lie in 1..{len(text)} and be at least one, got {list(positions)}")
         self.target, self.prompt, self.positions = target, tuple(prompt), tuple(positions)
         self.text = tuple(text[: max(positions)])
-        self.params = SamplingParams(temperature=temperature)
+        self.params = SamplingParams(
+            temperature=temperature, min_new_tokens=min_new_tokens, max_new_tokens=max(min_new_tokens, len(text))
+        )
         device = target.device
         target.owner = self
         target.feature_layers = feature_layers
@@ -110,9 +114,11 @@ class CommonContexts:
     def sampling(self) -> SamplingBatch:
         """The requests' parameters, one per context."""
         texts = [(*self.prompt, *self.text[:place]) for place in self.positions]
-        return SamplingBatch.from_params(
+        batch = SamplingBatch.from_params(
             [self.params] * len(texts), texts, self.target.vocab_size, self.target.eos_token_ids, self.target.device
         )
+        batch.generated += self._roots
+        return batch
 
     @torch.no_grad()
     def draft_logits(self, drafter: Drafter) -> Tensor:
@@ -164,7 +170,7 @@ class CommonContexts:
 
     @torch.no_grad()
     def measure(self, drafter: Drafter, config: RheoConfig, seed: int) -> ContextValues:
-        """One method at every context.
+        """One method at every context; 1 token at those where the draft's context has no room for a tree.
 
         Args:
             drafter: has the feature layers that this was made with.
@@ -179,8 +185,11 @@ class CommonContexts:
         by_row = all_laws(laws, trees)
         if bool(trees.draft_failed.any()) or bool(laws.bad.any()):
             raise ValueError("the draft's or the target's logits were NaN at a context")
-        lengths = []
-        for context in range(len(self.positions)):
+        lengths, room = [], drafter.max_positions
+        for context, place in enumerate(self.positions):
+            if room is not None and len(self.prompt) + place + config.depth > room:  # as ``Drafting`` has it
+                lengths.append(1.0)
+                continue
             tree = trees.to_tree(context)
             probs = [law[context].cpu().numpy() for law in by_row[: len(tree)]]
             lengths.append(float(expected_acceptance_length(tree, probs, config.verification)))

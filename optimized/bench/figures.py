@@ -115,7 +115,8 @@ def sweep(results: Results, setting: str) -> Figure | str:
     length = "expected_tau" if any(row.expected_tau is not None for row in results.rows) else "tau"
     if length == "expected_tau" or any(row.passes for row in results.rows):
         measures[length] = lambda method, temperature: results.values(MEASURES[length], method, temperature)
-    if results.baseline is not None:
+    baseline = results.baselines()
+    if baseline:
         measures["speed_up"] = results.speed_ups
     if not measures:
         return "no row has an acceptance length or a speed-up"
@@ -137,9 +138,9 @@ def sweep(results: Results, setting: str) -> Figure | str:
                 if flat:
                     axis.axhline(flat.mean, color=color, linestyle="--", label=method.name)
         if name == "speed_up":
-            axis.axhline(1.0, color=COLORS[str(results.baseline)], linewidth=1, label=str(results.baseline))
+            axis.axhline(1.0, color=COLORS[baseline[0]], linewidth=1, label=" or ".join(baseline))
         axis.set_xlabel(SWEPT[setting])
-        axis.set_ylabel("tokens per target pass" if name != "speed_up" else f"over {results.baseline}")
+        axis.set_ylabel("tokens per target pass" if name != "speed_up" else f"over {' or '.join(baseline)}")
         axis.set_title(TITLES[name])
         ticks = sorted({x for line in lines.values() for x in line})
         if setting in ("tree_size", "draft_support"):
@@ -269,13 +270,15 @@ def _axes(count: int, width: float) -> tuple[Figure, list[Axes]]:
 
 def _shape(main: Main, without: str = "") -> str:
     """The settings that the pictured methods share, in words."""
-    found: dict[str, Any] = {}
+    found: dict[str, dict[Any, None]] = {}
     for method in main.with_trees():
         for name, value in method.settings.items():
             if name not in (without, "topology", "weights") and not (name == "probes" and value == RheoConfig.probes):
-                found.setdefault(name, value)
+                found.setdefault(name, {})[value] = None
     words = {"lead_tokens": "m", "draft_support": "support"}
-    return ", ".join(f"{words.get(name, name).replace('_', ' ')} {value}" for name, value in found.items())
+    return ", ".join(
+        f"{words.get(name, name).replace('_', ' ')} {' or '.join(map(str, values))}" for name, values in found.items()
+    )
 
 
 def _most(counts: Counter[Any], default: Any) -> Any:

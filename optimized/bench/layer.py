@@ -16,7 +16,7 @@ from torch import Tensor
 
 from optimized.bench.contexts import CommonContexts, choose_positions, support_mass
 from optimized.bench.methods import PLAIN, Method
-from optimized.bench.questions import Question, QuestionSet
+from optimized.bench.questions import Question, QuestionSet, first_prompts
 from optimized.bench.randomness import derived_seed
 from optimized.bench.running import MethodRunner
 from optimized.decoder import RheoDecoder
@@ -63,6 +63,12 @@ class LayerPlan:
     def __post_init__(self) -> None:
         if any(is_greedy(temperature) for temperature in self.temperatures):
             raise ValueError("a greedy request has no probes, so that all rules are top-K; name temperatures above 0")
+        narrow = [k for k in self.branchings if k <= min(self.lead_tokens)]
+        if narrow:
+            raise ValueError(
+                f"{narrow[0]} slots are taken by {min(self.lead_tokens)} leads, and all rules are top-K; give fewer "
+                "leads or more slots"
+            )
 
     def variants(self) -> list[tuple[LayerRule, int, int | None]]:
         """(rule, K, m): "topk" once per K, the others for each m below it."""
@@ -129,12 +135,11 @@ def measure_layers(
     """Measure a plan; ``progress`` is called once per question and temperature.
 
     Raises:
-        ValueError: there is no draft, or no chat template.
+        ValueError: there is no draft; and see ``first_prompts``.
     """
     if decoder.drafter is None:
         raise ValueError("a layer needs a draft, and there is none")
-    if not getattr(decoder.tokenizer, "chat_template", None):
-        raise ValueError("questions are conversations; the target's tokenizer has no chat template")
+    first_prompts(decoder, [question for one in plan.sets for question in one.questions])
     layers: list[LayerRow] = []
     coverage: list[CoverageRow] = []
     for one in plan.sets:

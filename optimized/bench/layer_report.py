@@ -31,10 +31,10 @@ def write_layers(
     """
     if not layers:
         raise ValueError("no text had a context; allow more tokens")
-    tables = [acceptance_table(layers), coverage_table(coverage)]
     folder.mkdir(parents=True, exist_ok=True)
     _write_rows(folder / "layers.csv", layers)
     _write_rows(folder / "coverage.csv", coverage)
+    tables = [acceptance_table(layers), coverage_table(coverage)]
     for table in tables:
         (folder / f"{table.name}.csv").write_text(table.csv(), encoding="utf-8")
     (folder / "layers.md").write_text("\n".join([heading, *(t.markdown() for t in tables)]), encoding="utf-8")
@@ -57,7 +57,7 @@ def acceptance_table(rows: Sequence[LayerRow]) -> Table:
         by_set = estimates(_values(chosen, lambda row: row.predicted), sets)
         cells.append(
             (f"{temperature:g}", rule, str(branching), shown, *(f"{found[name].mean:.4f}" for name in found),
-             f"{gap:+.4f} ± {error:.4f}", *(f"{by_set[name].mean:.3f}" for name in sets))
+             f"{gap:+.4f} ± {error:.4f}", *(f"{by_set[name].mean:.3f}" if name in by_set else "–" for name in sets))
         )  # fmt: skip
         tidy.append(
             (temperature, rule, branching, "" if leads is None else leads, *(found[name].mean for name in found),
@@ -92,7 +92,7 @@ def coverage_table(rows: Sequence[CoverageRow]) -> Table:
         by_set = estimates(_values(chosen, lambda row: row.draft_mass), sets)
         cells.append(
             (f"{temperature:g}", str(support), f"{draft.mean:.4f}", f"{target.mean:.4f}",
-             *(f"{by_set[name].mean:.4f}" for name in sets))
+             *(f"{by_set[name].mean:.4f}" if name in by_set else "–" for name in sets))
         )  # fmt: skip
         tidy.append((temperature, support, draft.mean, draft.standard_error, target.mean, target.standard_error))
     return Table(

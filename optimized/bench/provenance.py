@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import platform
 import subprocess
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -56,3 +58,19 @@ def machine(device: torch.device) -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+SAMPLE = 64
+
+
+def weights_digest(model: nn.Module) -> str:
+    """8 hexadecimal digits of a model's weights: names, shapes, and some ``SAMPLE`` entries of each, evenly spread.
+
+    Another training changes all entries, so that a sample tells it.
+    """
+    digest = hashlib.sha256()
+    for name, weight in model.state_dict().items():
+        flat = weight.detach().reshape(-1)
+        sample = flat[:: max(1, len(flat) // SAMPLE)].double().cpu().numpy()
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + sample.tobytes())
+    return digest.hexdigest()[:8]

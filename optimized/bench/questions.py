@@ -7,6 +7,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from optimized.decoder import RheoDecoder
 
 EXAMPLE = '{"question_id": 81, "category": "writing", "turns": ["first message", "second message"]}'
 
@@ -102,6 +106,26 @@ def read_set(path: Path) -> QuestionSet:
     return QuestionSet(
         name, tuple(order[place] for place in spread_order(len(order))), hashlib.sha256(content).hexdigest()[:12]
     )
+
+
+def first_prompts(decoder: RheoDecoder, questions: Sequence[Question]) -> list[list[int]]:
+    """The first turn of every question as a prompt, before any of them is asked.
+
+    Raises:
+        ValueError: there is no chat template, or one is too long for the target; set and question are named.
+    """
+    if not getattr(decoder.tokenizer, "chat_template", None):
+        raise ValueError("questions are conversations; the target's tokenizer has no chat template")
+    prompts = [decoder.chat_prompt([{"role": "user", "content": question.turns[0]}]) for question in questions]
+    most = decoder.target.max_positions
+    long = [
+        f"set {question.set_name}, question {question.question_id}: {len(prompt)} tokens"
+        for question, prompt in zip(questions, prompts, strict=True)
+        if most is not None and len(prompt) > most
+    ]
+    if long:
+        raise ValueError(f"the target reads at most {most} tokens; too long: {'; '.join(long)}")
+    return prompts
 
 
 def first_turns(path: Path) -> list[str]:

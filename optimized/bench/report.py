@@ -13,6 +13,7 @@ from optimized.bench.rows import Row, RunSettings
 from optimized.bench.tables import TITLES, Table, by_set_table, differences_table, steps_table
 
 RESAMPLES = 10_000
+TABLES = (*TITLES, "expected_tau_differences", "tau_differences", "steps")
 
 
 @dataclass
@@ -76,6 +77,8 @@ def write_report(rows: Sequence[Row], folder: Path, resamples: int = RESAMPLES, 
     keep("Where a step's time goes", steps_table(results))
 
     folder.mkdir(parents=True, exist_ok=True)
+    for name in TABLES:  # none of an earlier report stays behind
+        (folder / f"{name}.csv").unlink(missing_ok=True)
     for one in report.tables:
         (folder / f"{one.name}.csv").write_text(one.csv(), encoding="utf-8")
     _draw(results, folder, report)
@@ -109,6 +112,7 @@ def _heading(rows: Sequence[Row]) -> str:
     lines = ["# Results", ""]
     lines += [f"- {name.replace('_', ' ')}: {value}" for name, value in facts.items() if value != ""]
     versions = sorted({f"{row.version} {row.commit}".strip() for row in rows})
+    lines.append(f"- backend: {', '.join(sorted({row.backend for row in rows} - {''})) or 'none of ours'}")
     lines.append(f"- version: {', '.join(filter(None, versions)) or 'unknown'}")
     for name in SETTING_NAMES:
         values = {value for row in rows if (value := getattr(row, name)) is not None}

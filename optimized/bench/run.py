@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -10,7 +11,7 @@ from statistics import fmean
 from optimized.bench.contexts import CommonContexts, ContextValues, choose_positions
 from optimized.bench.methods import GENERATE, PLAIN, SETTING_NAMES, Method
 from optimized.bench.provenance import Provenance
-from optimized.bench.questions import Question, QuestionSet
+from optimized.bench.questions import Question, QuestionSet, first_prompts
 from optimized.bench.randomness import derived_seed
 from optimized.bench.rows import Key, Row, RunSettings, crc, key_of
 from optimized.bench.running import Answer, MethodRunner, collector_off
@@ -48,18 +49,18 @@ class Plan:
     min_new_tokens: int = 0
 
     def conversations(self) -> Iterator[tuple[int, tuple[Question, ...], float, int]]:
-        """(turns before them, questions, temperature, seed): every set's first questions before any later ones, so that
-        a run that is stopped has measured all sets about equally far.
+        """(turns of their set and temperature before them, questions, temperature, seed): every set's first questions
+        before any later ones, so that a run that is stopped has measured all sets about equally far.
         """
-        before = 0
+        before: Counter[tuple[str, float]] = Counter()
         longest = max(len(one.questions) for one in self.sets)
         for seed in self.seeds:
             for place in range(0, longest, self.batch_size):
                 for one in self.sets:
                     if group := one.questions[place : place + self.batch_size]:
                         for temperature in self.temperatures:
-                            yield before, group, temperature, seed
-                            before += _turns(group)
+                            yield before[one.name, temperature], group, temperature, seed
+                            before[one.name, temperature] += _turns(group)
 
     def keys(self) -> list[Key]:
         """All keys that a finished file has."""
@@ -85,12 +86,11 @@ class Bench:
         provenance: of this software, likewise.
 
     Raises:
-        ValueError: there is no chat template.
+        ValueError: see ``first_prompts``.
     """
 
     def __init__(self, decoder: RheoDecoder, plan: Plan, settings: RunSettings, provenance: Provenance) -> None:
-        if not getattr(decoder.tokenizer, "chat_template", None):
-            raise ValueError("questions are conversations; the target's tokenizer has no chat template")
+        first_prompts(decoder, [question for one in plan.sets for question in one.questions])
         self.decoder, self.plan, self.settings, self.provenance = decoder, plan, settings, provenance
         self.runner = MethodRunner(decoder, plan.batch_size)
         self.timed = settings.texts == "timed"
@@ -216,9 +216,8 @@ class Bench:
                 continue
             assert drafter is not None  # `rheo bench` loads one where a method drafts
             if contexts is None:
-                contexts = CommonContexts(
-                    self.decoder.target, prompt, plain.token_ids, positions, temperature, drafter.feature_layers
-                )
+                where = (self.decoder.target, prompt, plain.token_ids, positions, temperature)
+                contexts = CommonContexts(*where, drafter.feature_layers, self.plan.min_new_tokens)
             values[method] = contexts.measure(drafter, config, derived_seed(seed, "contexts"))
         return values
 

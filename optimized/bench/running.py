@@ -118,7 +118,6 @@ def hf_generate(decoder: RheoDecoder, prompt: Sequence[int], params: SamplingPar
     how: dict[str, Any] = {"do_sample": False}
     if not params.greedy:
         how = {"do_sample": True, "temperature": params.temperature, "top_p": 1.0, "top_k": 0}
-    # A fresh configuration: the checkpoint's own may hold penalties and filters, which would be another law.
     eos = [] if params.ignore_eos else list(target.eos_token_ids)
     config = GenerationConfig(
         **how,
@@ -132,7 +131,7 @@ def hf_generate(decoder: RheoDecoder, prompt: Sequence[int], params: SamplingPar
     torch.manual_seed(params.resolved_seed())
     _wait(target.device)
     start = time.perf_counter()
-    with torch.inference_mode():
+    with torch.inference_mode(), _no_defaults(target.model):
         output = target.model.generate(
             inputs, attention_mask=torch.ones_like(inputs), generation_config=config, streamer=stamps
         )
@@ -141,6 +140,19 @@ def hf_generate(decoder: RheoDecoder, prompt: Sequence[int], params: SamplingPar
     text = tokenizer.decode(token_ids, skip_special_tokens=True)
     reason = "eos" if token_ids and token_ids[-1] in eos else "length"
     return Answer(token_ids, text, reason, seconds, (stamps.first or time.perf_counter()) - start, None)
+
+
+@contextmanager
+def _no_defaults(model: Any) -> Iterator[None]:
+    """Without the checkpoint's generation config: ``generate`` takes from it whatever the given one leaves open, and
+    its penalties and filters would make another law.
+    """
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def _wait(device: torch.device) -> None:

@@ -28,7 +28,7 @@ class RowStore:
 
     Attributes:
         done: keys of the rows in the file.
-        commits: the commits that they come from.
+        commits, backends: where they come from.
 
     Raises:
         ValueError: the file is none of ours, was measured with other settings or on other questions, or is being
@@ -49,6 +49,7 @@ class RowStore:
             raise
         self.done: set[Key] = {row.key for row in rows}
         self.commits = {row.commit for row in rows}
+        self.backends = {row.backend for row in rows} - {""}
 
     def append(self, row: Row) -> None:
         """Write a row; it is on the disk when this returns.

@@ -88,13 +88,13 @@ def by_set_table(results: Results, measure: str) -> Table | str:
         measure: a key of ``TITLES``.
     """
     names, columns = labels(results), [*results.sets, AVERAGE]
-    if measure == "speed_up" and results.baseline is None:
+    if measure == "speed_up" and not results.baselines():
         return "there are no rows of generate or plain to compare with"
     cells, tidy = [], []
     for temperature in results.temperatures:
         for method in results.methods:
             if measure == "speed_up":
-                if method.name == results.baseline:
+                if method == results.baseline(temperature):
                     continue
                 values = results.speed_ups(method, temperature)
             else:
@@ -102,7 +102,7 @@ def by_set_table(results: Results, measure: str) -> Table | str:
             found = estimates(values, results.sets)
             if found and not (measure in ("tau", "expected_tau") and method.name in (PLAIN, GENERATE)):
                 shown = [_estimate_cell(found.get(name), DIGITS[measure]) for name in columns]
-                cells.append((f"{temperature:g}", names[method], *shown))
+                cells.append((f"{temperature:g}", names[method], str(len(values)), *shown))
                 tidy += [
                     (temperature, *_method_cells(method), measure, name, e.mean, e.standard_error, e.questions)
                     for name, e in found.items()
@@ -111,9 +111,9 @@ def by_set_table(results: Results, measure: str) -> Table | str:
         return "no row has it"
     note = "Mean ± standard error over questions."
     if measure == "speed_up":
-        note += f" Tokens per second over those of {results.baseline}, question by question."
+        note += f" Tokens per second over those of {' or '.join(results.baselines())}, question by question."
     return Table(
-        measure, TITLES[measure], note, ("T", "method", *columns), tuple(cells),
+        measure, TITLES[measure], note, ("T", "method", "questions", *columns), tuple(cells),
         ("temperature", *_METHOD_COLUMNS, "measure", "set", "mean", "standard_error", "questions"), tuple(tidy),
     )  # fmt: skip
 
@@ -142,7 +142,8 @@ def differences_table(results: Results, measure: str, resamples: int, seed: int)
             found = bootstrap(values, results.sets, resamples, seed)
             if found:
                 shown = [_difference_cell(found.get(name)) for name in columns]
-                cells.append((f"{temperature:g}", f"{names[method]} − {names[other]}", *shown))
+                pair = f"{names[method]} − {names[other]}"
+                cells.append((f"{temperature:g}", pair, str(len(values)), *shown))
                 tidy += [
                     (temperature, *_method_cells(method), f"{measure} minus topk's", name, d.estimate.mean,
                      d.estimate.standard_error, d.estimate.questions, d.low, d.high)
@@ -151,10 +152,13 @@ def differences_table(results: Results, measure: str, resamples: int, seed: int)
     if not cells:
         return "no two methods have rows at the same questions and seeds", left_out
     cells.sort(key=lambda row: float(row[0]))
-    note = f"Mean difference and 95 % bootstrap interval: questions resampled within sets, {resamples} times."
+    note = (
+        "Mean difference and 95 % bootstrap interval, on the turns and seeds that both have: questions resampled "
+        f"within sets, {resamples} times."
+    )
     table = Table(
         f"{measure}_differences", f"{TITLES[measure]}: paired differences against top-K", note,
-        ("T", "difference", *columns), tuple(cells),
+        ("T", "difference", "questions", *columns), tuple(cells),
         ("temperature", *_METHOD_COLUMNS, "measure", "set", "mean", "standard_error", "questions", "low", "high"),
         tuple(tidy),
     )  # fmt: skip
@@ -184,9 +188,12 @@ def steps_table(results: Results) -> Table | str:
     if not cells:
         return "no row has a pass"
     titles = (*PHASES, "all", "sampling share", "probes accepted", "coverage")
+    note = (
+        "Milliseconds per target pass, all sets pooled. The target's passes over prompts are left out, the draft's are "
+        "not. Coverage: mass of the draft's full law on its support."
+    )
     return Table(
-        "steps", "Where a step's time goes", "Milliseconds per target pass, all sets pooled, the prompts' passes left "
-        "out. Coverage: mass of the draft's full law on its support.", ("T", "method", *titles), tuple(cells),
+        "steps", "Where a step's time goes", note, ("T", "method", *titles), tuple(cells),
         ("temperature", *_METHOD_COLUMNS, *(f"{p}_ms" for p in (*PHASES, "all")), "sampling_share", "probes_accepted",
          "coverage"), tuple(tidy),
     )  # fmt: skip

@@ -127,12 +127,23 @@ def bench(
     if no_texts and not contexts:
         raise ValueError("--no-texts leaves nothing to measure without --contexts")
     found = methods_of(names, grid)  # refuses before the models are loaded
+    for setting, given in (("weights", weights), ("topology", topology)):
+        if given and all(getattr(method, setting) is None for method in found):
+            raise ValueError(f"--{setting}: none of {', '.join(names)} has a use for it")
     if batch_size > 1 and "generate" in names:
         raise ValueError("--batch-size: generate takes one request at a time; plain is the same without a draft")
     if no_texts and any(method.name == "auto" for method in found):
         raise ValueError("auto sizes its trees by what steps take; --no-texts takes none. auto-m has fixed sizes")
     sets = read_sets(questions)
     sets = [replace(one, questions=one.questions[:limit]) for one in sets]
+    uneven = next((one for one in sets if len(one.questions) % batch_size), None)
+    if uneven is not None:
+        count = len(uneven.questions)
+        fitting = f"; take --limit {count - count % batch_size}" if count >= batch_size else ""
+        raise ValueError(
+            f"--batch-size {batch_size}: set {uneven.name} has {count} questions, and the last would be asked in a "
+            f"smaller batch{fitting}"
+        )
 
     from optimized.bench.running import with_threads
 
@@ -154,6 +165,9 @@ def bench(
         with RowStore(output, settings, {one.name: one.digest for one in sets}) as store:
             for commit in sorted(store.commits - {provenance.commit}):
                 err.print(f"note: {output} has rows of commit {commit or '(none)'}; this is {provenance.commit}")
+            backends = {measuring.runner.backend_of(method) for method in methods_here} if not no_texts else {"torch"}
+            for backend in sorted(store.backends - backends):
+                err.print(f"note: {output} has rows of backend {backend}; here it is {', '.join(sorted(backends))}")
             keys = plan.keys()
             missing = sum(key not in store.done for key in keys)
             out.print(Text(f"{missing} rows to do of {len(keys)}; {settings.machine}, {settings.dtype}", "dim"))
@@ -191,12 +205,18 @@ def run_settings(
     """What all rows of this run share."""
     import torch
 
-    from optimized.bench.provenance import machine
+    from optimized.bench.provenance import machine, weights_digest
     from optimized.bench.rows import RunSettings
+    from optimized.models import CausalDrafter
+    from optimized.models.eagle3 import Eagle3Drafter
 
+    drafter, draft = decoder.drafter, ""
+    if isinstance(drafter, Eagle3Drafter | CausalDrafter):
+        module = drafter.head if isinstance(drafter, Eagle3Drafter) else drafter.model
+        draft = f"{models.draft or models.target}#{weights_digest(module)}"
     return RunSettings(
-        target=models.target,
-        draft="" if decoder.drafter is None else models.draft or models.target,
+        target=f"{models.target}#{weights_digest(decoder.target.model)}",
+        draft=draft,
         dtype=str(decoder.target.dtype).removeprefix("torch."),
         device=decoder.target.device.type,
         threads=torch.get_num_threads(),
@@ -210,13 +230,13 @@ def run_settings(
 
 
 def integers(option: str, text: str) -> tuple[int, ...]:
-    """A list of integers, "1,2,3".
+    """A list of integers, "1,2,3", none twice.
 
     Raises:
         ValueError: something else.
     """
     try:
-        return tuple(int(part) for part in text.split(","))
+        return tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
         raise ValueError(f"{option} {text}: integers with commas are wanted, as in {option} 1,2") from None
 
@@ -252,9 +272,9 @@ def support_sizes(text: str) -> tuple[int | None, ...]:
 
 
 def resolved(sizes: tuple[int | None, ...], decoder: RheoDecoder) -> tuple[int, ...]:
-    """Supports with "full" replaced by the draft's vocabulary, none twice."""
+    """Supports with "full", and what exceeds it, replaced by the draft's vocabulary, none twice."""
     full = 1 if decoder.drafter is None else decoder.drafter.vocab_size
-    return tuple(dict.fromkeys(full if size is None else size for size in sizes))
+    return tuple(dict.fromkeys(full if size is None else min(size, full) for size in sizes))
 
 
 @contextmanager

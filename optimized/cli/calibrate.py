@@ -33,7 +33,7 @@ def calibrate(
 
     With --weights it goes on from those of a file.
     """
-    from optimized.bench.questions import read_sets
+    from optimized.bench.questions import first_prompts, read_sets
     from optimized.bench.randomness import derived_seed
     from optimized.bench.running import with_threads
     from optimized.calibration import Calibrator, prior_weights, save_weights
@@ -53,16 +53,15 @@ def calibrate(
     output.parent.mkdir(parents=True, exist_ok=True)
     draft = models.draft or models.target
     calibrator = Calibrator(prior, f"{models.target} with {draft}")
-    asked = [(one.name, question) for one in sets for question in one.questions[:limit]]
+    asked = [question for one in sets for question in one.questions[:limit]]
     with with_threads(threads):
         decoder = models.load(shape.config(prior_weights()), calibrator)
+        prompts = first_prompts(decoder, asked)
         with progress_bar("texts") as bar:
             task = bar.add_task("calibrating", total=len(asked) * len(warmth))
-            for name, question in asked:
-                prompt = decoder.chat_prompt([{"role": "user", "content": question.turns[0]}])
-                params = SamplingParams(
-                    seed=derived_seed(seed, name, question.question_id, 1), max_new_tokens=max_new_tokens
-                )
+            for question, prompt in zip(asked, prompts, strict=True):
+                own = derived_seed(seed, question.set_name, question.question_id, 1)
+                params = SamplingParams(seed=own, max_new_tokens=max_new_tokens)
                 for temperature in warmth:
                     decoder.generate([prompt], replace(params, temperature=temperature))
                     bar.advance(task)

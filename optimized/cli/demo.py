@@ -60,6 +60,8 @@ def demo(
     if models.no_draft:
         raise ValueError("--no-draft leaves nothing to compare")
     config = shape.config()
+    if config.proposal != "rheo":
+        raise ValueError(f"--proposal {config.proposal}: the demo shows RheoSampling beside top-K; see rheo bench")
     prompts = (list(PROMPTS) if prompts_file is None else first_turns(prompts_file))[:limit]
     temperatures = (1.0, 0.0) if temperature is None else (temperature,)
     requests = [SamplingParams(temperature=t, seed=seed, max_new_tokens=max_new_tokens) for t in temperatures]

@@ -216,6 +216,7 @@ def evaluate_head(
         raise ValueError("nothing to measure on: name question.jsonl files, or a corpus with --corpus")
     if unroll < 1 or (texts is not None and texts < 1):
         raise ValueError("--unroll and --texts must be at least 1")
+    questions = [path / "question.jsonl" if path.is_dir() else path for path in questions]
     missing = [str(path) for path in questions if not path.is_file()]
     if missing:
         raise ValueError(f"no such file: {', '.join(missing)}")
@@ -232,6 +233,11 @@ def evaluate_head(
     sources: dict[str, Callable[[], list[measuring.Text]]] = {}
     if corpus is not None:
         held = load_corpus(corpus)
+        writer, words = held.about.get("target"), held.about.get("vocab_size")
+        if words != target.vocab_size:
+            raise ValueError(f"--corpus {corpus}: of {writer}, {words} tokens; the target has {target.vocab_size}")
+        if writer != _named(teacher.target):
+            err.print(f"note: {corpus} was written by {writer}, not by {_named(teacher.target)}", soft_wrap=True)
         sources["held out, all tokens"] = lambda: measuring.held_out_texts(held, most=texts)
         if measuring.any_counted(measuring.held_out_texts(held, answers_only=True, most=texts)):
             sources["held out, answers"] = lambda: measuring.held_out_texts(held, answers_only=True, most=texts)

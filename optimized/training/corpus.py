@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -17,8 +16,6 @@ from optimized.files import read_json_object, write_json, write_whole
 from optimized.models.target import TargetModel
 from optimized.training.conversations import conversation_format, write_conversations
 from optimized.training.settings import CorpusSettings, check_same, plain
-
-_HELD_OUT_STREAM = 2**32 - 1  # beside the shards' streams of the same seed
 
 
 @dataclass(frozen=True)
@@ -104,9 +101,8 @@ def load_corpus(directory: Path | str) -> Corpus:
     known = {name: about[name] for name in CorpusSettings.__dataclass_fields__}
     settings = CorpusSettings(**known | {"answer_temperatures": tuple(known["answer_temperatures"])})
     shards = [_read_shard(_shard_path(directory, shard), shard, settings) for shard in range(settings.shards)]
-    order = np.random.default_rng([settings.seed, _HELD_OUT_STREAM]).permutation(settings.conversations)
-    held_out = torch.zeros(settings.conversations, dtype=torch.bool)
-    held_out[torch.from_numpy(order[: settings.held_out])] = True
+    # The first ones, so that a corpus of more conversations holds out the same.
+    held_out = torch.arange(settings.conversations) < settings.held_out
     return Corpus(
         torch.cat([shard["tokens"] for shard in shards]).long(),
         torch.cat([shard["in_answer"] for shard in shards]),

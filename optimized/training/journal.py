@@ -80,7 +80,7 @@ def plot_training(directory: Path) -> list[Path]:
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.plot([row["step"] for row in log], [row["loss"] for row in log], lw=0.8)
-    left.set(xlabel="step", ylabel="cross-entropy", title="training loss")
+    left.set(xlabel="step", ylabel="loss", title="training")
     steps = [row["step"] for row in held_out]
     for name in (key for key in (held_out[0] if held_out else {}) if key.startswith("overlap_")):
         right.plot(steps, [row[name] for row in held_out], marker=".", label=f"unrolled step {name[8:]}")

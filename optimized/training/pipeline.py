@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from optimized.files import write_json
+from optimized.models.loading import default_feature_layers
 from optimized.models.target import TargetModel
 from optimized.training.corpus import Corpus, write_corpus
 from optimized.training.evaluation import OverlapReport, any_counted, held_out_texts, measure_overlap
@@ -18,6 +19,7 @@ from optimized.training.journal import Row, check_plotting, plot_training, read_
 from optimized.training.settings import CorpusSettings, TrainSettings
 from optimized.training.student import Student, new_student, read_student
 from optimized.training.trainer import train
+from optimized.training.unroll import rows_of
 from optimized.training.vocabulary import choose_vocabulary, membership
 
 DRAFT_VOCABULARY = 8192
@@ -71,6 +73,11 @@ def train_head(
         check_plotting()
     tell = report or (lambda stage, done, total, words: None)
     corpus_settings, train_settings = corpus_settings or CorpusSettings(), train_settings or TrainSettings()
+    size = min(draft_vocab_size, target.vocab_size)
+    _check_before(corpus_settings, train_settings, target, size)
+    student = None if init is None else read_student(init, target, feature_layers)
+    if init is None:
+        feature_layers = feature_layers or default_feature_layers(target.num_layers)
     corpus = write_corpus(
         directory / "corpus",
         target,
@@ -79,12 +86,9 @@ def train_head(
         target_name,
         lambda done, total: tell("corpus", done, total, ""),
     )
-    if init is None:
-        size = min(draft_vocab_size, target.vocab_size)
+    if student is None:
         chosen = choose_vocabulary(corpus.training_tokens, target.vocab_size, size, target.eos_token_ids)
         student = new_student(target, chosen.ids, feature_layers, train_settings.seed)
-    else:
-        student = read_student(init, target, feature_layers)
     held_out = held_out_texts(corpus)
 
     def told(row: Row) -> None:
@@ -107,6 +111,17 @@ def train_head(
     record = training_record(corpus, train_settings, shipped, measured, start, dtype, target_name)
     write_head(directory / "head", shipped, record)
     return directory / "head"
+
+
+def _check_before(corpus: CorpusSettings, training: TrainSettings, target: TargetModel, vocabulary: int) -> None:
+    """Refuse what can be refused before hours are spent on a corpus."""
+    texts = corpus.conversations - corpus.held_out
+    if training.batch > texts:
+        raise ValueError(f"batch={training.batch}, but only {texts} texts to train on")
+    rows_of(corpus.length, training.unroll)
+    if vocabulary < len(target.eos_token_ids) or vocabulary < 1:
+        least = max(1, len(target.eos_token_ids))
+        raise ValueError(f"a draft vocabulary of {vocabulary} tokens; {least} to {target.vocab_size} are possible")
 
 
 def coverage(corpus: Corpus, student: Student) -> float:

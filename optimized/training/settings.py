@@ -22,8 +22,8 @@ class CorpusSettings:
         answer_temperatures: one is drawn for each conversation; 0 is greedy.
         user_temperature: of the user turns, which the target writes as well.
         top_k: tokens that a draw chooses from; 0: all.
-        held_out: conversations kept from training.
-        seed: of the draws and of the choice of the held-out conversations, not negative.
+        held_out: conversations kept from training, the first ones.
+        seed: of the draws, not negative.
 
     Raises:
         ValueError: a value out of its range.

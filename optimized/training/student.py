@@ -167,5 +167,5 @@ def read_student(
         head.embed_tokens if head.embed_tokens is not None else target.model.get_input_embeddings(),
         vocab_map,
         feature_layers or feature_layers_of(raw) or default_feature_layers(target.num_layers),
-        f"the checkpoint {directory}",
+        f"the checkpoint {directory.resolve()}",
     )

@@ -160,7 +160,8 @@ def _resume(path: Path, head: torch.nn.Module, optimizer: torch.optim.Optimizer,
     if not path.is_file():
         return 0
     state = torch.load(path, map_location="cpu", weights_only=True)
-    check_same(f"the run of {path}", state["identity"], identity)
+    stored = {"objective": TrainSettings.objective} | state["identity"]  # runs begun before there was a choice
+    check_same(f"the run of {path}", stored, identity)
     head.load_state_dict(state["head"])
     optimizer.load_state_dict(state["optimizer"])
     return int(state["step"])
