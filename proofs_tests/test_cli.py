@@ -113,7 +113,11 @@ def test_static_trees_come_from_a_topology_file(loaded: dict[str, Any], tmp_path
         assert loaded["config"] == RheoConfig.static(json.loads(file.read_text()), draft_support=int(support))
         assert rheo("generate", "once", "--seed", "3", "-n", "12", "--support", support, *static).exit_code == 0
     assert rheo("tree", "once", "--seed", "4", *static).exit_code == 0
-    assert rheo("demo", "--temperature", "0", "-n", "4", "--limit", "1", *static).exit_code == 0
+    shown = rheo("demo", "--temperature", "0", "-n", "4", "--limit", "1", *static)
+    assert shown.exit_code == 0
+    assert "static tree" in shown.stdout
+    assert "RheoSampling" not in shown.stdout
+    assert "the demo shows other trees beside top-K" in told(rheo("demo", "--proposal", "topk"), 2)
     assert "go together" in told(rheo("generate", "once", "--proposal", "static"), 2)
     assert "go together" in told(rheo("generate", "once", "--topology", str(file)), 2)
     file.write_text("[[0], [2]]")

@@ -19,7 +19,7 @@ from optimized.models.eagle3 import Eagle3Drafter
 from optimized.randomness import StepRandomness
 from optimized.sampling_params import SamplingParams
 from optimized.sizing import SHORTEST_PAUSE, TRIAL, StepCosts, TreeSizer
-from optimized.step_costs import CostTable
+from optimized.step_costs import CostTable, _shapes
 from optimized.trees import TreeBatch
 from optimized.verification import VerifyBatch
 from proofs_tests.statistics import Family
@@ -353,6 +353,13 @@ def test_a_heads_cache_after_pauses_is_that_of_a_fresh_head() -> None:
             break
     assert isinstance(decoder.drafter, Eagle3Drafter)
     assert_cache_is_fresh(decoder.drafter, model, text, longer_than=8, atol=1e-5)
+
+
+def test_costs_are_those_of_trees_as_large_as_they_are_said_to_be() -> None:
+    shapes = _shapes(replace(AUTO, score_threshold=0.05, level_threshold=0.1), batch=2)
+    assert shapes[0] is None
+    assert len(shapes) == 5
+    assert not any(shape.score_threshold or shape.level_threshold for shape in shapes if shape is not None)
 
 
 def test_joined_texts_by_hand() -> None:

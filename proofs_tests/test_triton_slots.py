@@ -274,6 +274,7 @@ def test_exact_ties_at_the_draw_go_to_the_next_token() -> None:
         ({"vocab_map": torch.arange(4)}, "vocab_map must be"),
         ({"lead_tokens": -1}, "lead_tokens must be"),
         ({"tile": 48}, "tile must be a power of two"),
+        ({"logits": torch.zeros(3, 2, 40000), "tile": 32768}, "tile must be at most 16384, got 32768"),
         ({"logits": torch.zeros(3, 2, 2000), "support": 1025}, "support must be at most 1024"),
         ({"logits": torch.zeros(3, 2, 20000), "support": 1000, "tile": 16}, "take a smaller support or wider tiles"),
     ],

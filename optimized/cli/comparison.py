@@ -1,4 +1,4 @@
-"""One prompt decoded in three ways on the same weights: plainly, with top-K trees and with RheoSampling."""
+"""One prompt decoded in three ways on the same weights: plainly, with top-K trees and with the decoder's own trees."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from optimized.decoder import RheoDecoder
 from optimized.sampling_params import SamplingParams
 from reference.api import RheoConfig
 
-BASELINE, TOP_K, RHEO = "model.generate", "top-K tree (EAGLE-3)", "RheoSampling"
+BASELINE, TOP_K = "model.generate", "top-K tree (EAGLE-3)"
+OWN = {"rheo": "RheoSampling", "static": "static tree"}  # by the configuration's proposal
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Sample:
     """One text and what it took.
 
     Attributes:
-        method: BASELINE, TOP_K or RHEO.
+        method: BASELINE, TOP_K or one of OWN.
         prompt, text: as strings.
         token_ids: generated, EOS included.
         seconds: from the call to its return, the prompt's pass included.
@@ -56,7 +57,8 @@ def decoding_methods(decoder: RheoDecoder) -> dict[str, Method]:
         proposal="topk",
     )
     top_k = RheoDecoder(decoder.target, decoder.drafter, decoder.tokenizer, config, backend=decoder.backend_name)
-    return {BASELINE: _plain(decoder), TOP_K: _speculative(TOP_K, top_k), RHEO: _speculative(RHEO, decoder)}
+    name = OWN[own.proposal]
+    return {BASELINE: _plain(decoder), TOP_K: _speculative(TOP_K, top_k), name: _speculative(name, decoder)}
 
 
 def _speculative(name: str, decoder: RheoDecoder) -> Method:

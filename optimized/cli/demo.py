@@ -60,8 +60,8 @@ def demo(
     if models.no_draft:
         raise ValueError("--no-draft leaves nothing to compare")
     config = shape.config()
-    if config.proposal != "rheo":
-        raise ValueError(f"--proposal {config.proposal}: the demo shows RheoSampling beside top-K; see rheo bench")
+    if config.proposal == "topk":
+        raise ValueError("--proposal topk: the demo shows other trees beside top-K ones, which are there anyway")
     prompts = (list(PROMPTS) if prompts_file is None else first_turns(prompts_file))[:limit]
     temperatures = (1.0, 0.0) if temperature is None else (temperature,)
     requests = [SamplingParams(temperature=t, seed=seed, max_new_tokens=max_new_tokens) for t in temperatures]
@@ -129,7 +129,7 @@ def show_texts(samples: list[Sample]) -> None:
 
 def show_summary(samples: list[Sample], params: SamplingParams) -> None:
     """The table of one temperature."""
-    from optimized.cli.comparison import RHEO, same_tokens, summary
+    from optimized.cli.comparison import OWN, same_tokens, summary
     from optimized.cli.metrics import number
 
     table = Table("method", title=f"\ntemperature {params.temperature:g}", title_justify="left", title_style="bold")
@@ -138,7 +138,7 @@ def show_summary(samples: list[Sample], params: SamplingParams) -> None:
     for row in summary(samples):
         tau = "–" if row["tau"] is None else number(row["tau"])
         values = (str(row["tokens"]), number(row["tokens_per_second"], 1), tau, f"{row['speed_up']:.2f} x")
-        table.add_row(row["method"], *values, style="bold" if row["method"] == RHEO else "")
+        table.add_row(row["method"], *values, style="bold" if row["method"] in OWN.values() else "")
     out.print(table)
     if params.greedy:
         same = "the same texts" if same_tokens(samples) else "texts that differ where logits nearly tie"
