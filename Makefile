@@ -69,6 +69,8 @@ soak: $(DEV_STAMP)
 
 head: $(DEV_STAMP)
 	$(BIN)/rheo train-head runs/head
+	$(BIN)/rheo train-head runs/head-acceptance --init runs/head/head --objective hybrid --steps 600 --seed 1 \
+		--conversations 960 --top-k 0 --answer-temperature 0.3 --answer-temperature 0.7 --answer-temperature 1
 
 check: $(DEV_STAMP) doctest
 	$(BIN)/ruff check .

@@ -143,7 +143,8 @@ def train_head(
 ) -> None:
     """Train an EAGLE-3 head on text that the target writes. Run it again to go on where it was interrupted.
 
-    The defaults are the recipe of the embedded head: a night on two CPU cores.
+    The defaults are the first stage of the embedded head's recipe, some hours on two CPU cores; docs/training.md has
+    the second, which goes on with --init and --objective hybrid.
     """
     corpus_settings, train_settings = corpus.settings(seed), training.settings(seed)
     if init is not None and not init.is_dir():

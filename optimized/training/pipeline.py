@@ -53,7 +53,7 @@ def train_head(
             ``loss.png``, ``overlap.json`` and, at the end, ``head/``.
         target: any causal language model that ``TargetModel`` takes.
         tokenizer: of the target.
-        corpus_settings, train_settings: None: the recipe of the embedded head.
+        corpus_settings, train_settings: None: the first stage of the embedded head's recipe.
         target_name: for the record.
         draft_vocab_size: at most; a target of fewer tokens keeps them all.
         feature_layers: None is what the config.json of ``init`` says, or else (2, n // 2, n - 3).

@@ -1,4 +1,4 @@
-"""What the stages are told; the defaults are the recipe of the embedded head."""
+"""What the stages are told; the defaults are the first stage of the embedded head's recipe."""
 
 from __future__ import annotations
 
