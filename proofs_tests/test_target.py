@@ -32,7 +32,7 @@ from transformers import (
 
 from optimized.models import kv_cache
 from optimized.models.kv_cache import TreeCache, causal
-from optimized.models.packed_linear import PackedLinear, pack_linears, packing_available
+from optimized.models.packed_linear import PackedLinear, pack_linears, packed_dtypes
 from optimized.models.target import TargetModel
 from proofs_tests.tiny_models import spread
 
@@ -424,7 +424,7 @@ def test_tree_cache_commit_moves_overlapping_rows():
     assert torch.equal(values, -keys)
 
 
-packs = pytest.mark.skipif(not packing_available(), reason="this build of torch has no oneDNN")
+packs = pytest.mark.skipif(not packed_dtypes(), reason="this build of torch has no oneDNN")
 
 
 @packs
@@ -557,11 +557,11 @@ def test_packed_linear_copies_and_pickles(clone):
 
 @packs
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_packed_linear_moved_to_another_dtype_is_a_linear(dtype):
+def test_packed_linear_moved_to_another_dtype(dtype):
     layer = used_pack().to(dtype)
     assert layer._packed is None  # frees the memory
     assert_one_layer(layer, atol=1e-9 if dtype == torch.float64 else 0.05)
-    assert layer._packed is None
+    assert (layer._packed is None) == (dtype not in packed_dtypes())
     layer.float()
     assert_one_layer(layer)
     assert layer._packed is not None
@@ -580,5 +580,22 @@ def test_pack_linears_keeps_the_model_and_its_tied_embedding():
     run_steps(model, [[3], [11, 12]], feature_layers=(1,), steps=2)
 
 
+@pytest.mark.skipif(torch.bfloat16 not in packed_dtypes(), reason="this processor has no products in bfloat16")
+def test_packed_linear_in_bfloat16():
+    torch.manual_seed(0)
+    linear = nn.Linear(67, 131).bfloat16().requires_grad_(False)
+    layer = PackedLinear(linear)
+    for rows in (1, 2, 17):
+        inputs = torch.randn(1, rows, 67).bfloat16()
+        exact = inputs.double() @ linear.weight.double().T + linear.bias.double()
+        torch.testing.assert_close(layer(inputs).double(), exact, atol=0.02, rtol=0)
+    packed = layer._packed
+    assert packed is not None
+    layer.weight.add_(1)
+    assert_one_layer(layer, atol=0.3)  # sums of 67 numbers near 1, rounded to 8 bits
+    assert layer._packed is not packed
+
+
 def test_pack_linears_leaves_other_dtypes_alone():
-    assert pack_linears(llama().to(torch.bfloat16), min_weights=1) == 0
+    assert pack_linears(llama().double(), min_weights=1) == 0
+    assert pack_linears(llama().half(), min_weights=1) == 0

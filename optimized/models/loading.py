@@ -49,7 +49,7 @@ def load_target(
         name: "embedded", a directory, or a name that Hugging Face knows.
         dtype: of the weights; None keeps the checkpoint's.
         device: where it runs.
-        pack: prepack linear layers where that helps (float32 on a CPU), for about as much memory again.
+        pack: prepack linear layers where that helps (see ``pack_linears``), for about as much memory again.
 
     Raises:
         ValueError: the model cannot run tree attention.
@@ -74,7 +74,7 @@ def load_drafter(
         name: "embedded" (the head for the embedded target), a directory, or a name that Hugging Face knows.
         target: what it drafts for.
         dtype: of the weights; None is the target's.
-        pack: prepack linear layers where that helps (float32 on a CPU), for about as much memory again.
+        pack: prepack linear layers where that helps (see ``pack_linears``), for about as much memory again.
         feature_layers: which of the target's hidden states an EAGLE-3 head reads; None is what its config.json says,
             or else (2, n // 2, n - 3).
 
