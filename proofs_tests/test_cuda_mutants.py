@@ -112,7 +112,7 @@ MUTANTS = {
     "ties at the cut to the later node": ("keys[k] == cut && tied < room", "keys[k] == cut && tied >= room"),
     "one too few at the cut": ("const int room = size - above;", "const int room = size - above - (above > 0);"),
     "NaN last": ("if (score != score) return NAN_KEY;", "if (score != score) return 1;"),
-    "-0 behind +0": ("score == 0.0f ? 0.0f : score", "score"),
+    "-0 behind +0": ("if ((bits << 1) == 0) bits = 0;", ""),
     "probes of all rows at the root": ("tables.probe[parent] = row;", "tables.probe[0] = row;"),
     "a parent's own level": ("tables.row_of[place.first_above * branching +", "tables.row_of["),
     "failures of nodes that are not there": (
