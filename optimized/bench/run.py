@@ -119,6 +119,10 @@ class Bench:
                     raise (ValueError if isinstance(error, ValueError) else RuntimeError)(what) from error
         return written
 
+    def backend_of(self, method: Method) -> str:
+        """What does a method's sampling side in this run, as its rows say it."""
+        return self.runner.backend_of(method) if self.timed else "torch"
+
     def warm_up(self, group: Sequence[Question], temperature: float) -> None:
         """Every method once, for nothing."""
         prompts = [self.decoder.chat_prompt([_said("user", question.turns[0])]) for question in group]
@@ -268,7 +272,7 @@ class Bench:
             finish_reason=answer.finish_reason,
             text_crc=crc(answer.token_ids),
             place=place,
-            backend=self.runner.backend_of(method) if self.timed else "torch",
+            backend=self.backend_of(method),
             **vars(self.settings),
             questions="",  # the caller knows the file
             version=self.provenance.version,

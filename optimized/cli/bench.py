@@ -165,7 +165,7 @@ def bench(
         with RowStore(output, settings, {one.name: one.digest for one in sets}) as store:
             for commit in sorted(store.commits - {provenance.commit}):
                 err.print(f"note: {output} has rows of commit {commit or '(none)'}; this is {provenance.commit}")
-            backends = {measuring.runner.backend_of(method) for method in methods_here} if not no_texts else {"torch"}
+            backends = {measuring.backend_of(method) for method in methods_here} - {""}
             for backend in sorted(store.backends - backends):
                 err.print(f"note: {output} has rows of backend {backend}; here it is {', '.join(sorted(backends))}")
             keys = plan.keys()

@@ -190,8 +190,11 @@ def read_texts(
         size = part.stop - start
         read = counts if size == rows else (counts - start).clamp(0, size)
         positions = cache.device_lengths[:, None] + torch.arange(size, device=device)
-        found = forward(part, positions, causal(len(counts), size, device), read.clamp(min=1))
+        visible = causal(len(counts), size, device)
+        found = forward(part, positions, visible, read.clamp(min=1) if start else read)
         cache.commit(read)
-        goes_on = (read > 0).view(-1, *[1] * (found.ndim - 1)).to(found.device)
-        latest = found if start == 0 else torch.where(goes_on, found, latest)
+        if start:
+            goes_on = (read > 0).view(-1, *[1] * (found.ndim - 1)).to(found.device)
+            found = torch.where(goes_on, found, latest)
+        latest = found
     return latest
