@@ -139,34 +139,33 @@ def measure_layers(
     """
     if decoder.drafter is None:
         raise ValueError("a layer needs a draft, and there is none")
-    first_prompts(decoder, [question for one in plan.sets for question in one.questions])
+    questions = [question for one in plan.sets for question in one.questions]
+    prompts = first_prompts(decoder, questions)
     layers: list[LayerRow] = []
     coverage: list[CoverageRow] = []
-    for one in plan.sets:
-        for question in one.questions:
-            for temperature in plan.temperatures:
-                for position, logits, law, seed in _laws(decoder, plan, question, temperature):
-                    where = (question.set_name, question.question_id, position, temperature)
-                    vocab_map = decoder.drafter.vocab_map
-                    coverage += [CoverageRow(*where, s, *_masses(logits, law, s, vocab_map)) for s in plan.supports]
-                    small_logits, small_law = on_support(logits, law, plan.draft_support, vocab_map)
-                    for rule, branching, leads in plan.variants():
-                        m = branching if leads is None else leads
-                        measured = measured_rate(small_logits, small_law, branching, m, rule, temperature, plan, seed)
-                        predicted, bound = predicted_rate(small_logits, small_law, branching, m, rule, temperature)
-                        shape = (branching, leads, plan.draft_support, plan.walks)
-                        layers.append(LayerRow(*where, rule, *shape, measured, predicted, bound))
-                progress(f"{question.set_name} {question.question_id}")
+    for question, prompt in zip(questions, prompts, strict=True):
+        for temperature in plan.temperatures:
+            for position, logits, law, seed in _laws(decoder, plan, question, prompt, temperature):
+                where = (question.set_name, question.question_id, position, temperature)
+                vocab_map = decoder.drafter.vocab_map
+                coverage += [CoverageRow(*where, s, *_masses(logits, law, s, vocab_map)) for s in plan.supports]
+                small_logits, small_law = on_support(logits, law, plan.draft_support, vocab_map)
+                for rule, branching, leads in plan.variants():
+                    m = branching if leads is None else leads
+                    measured = measured_rate(small_logits, small_law, branching, m, rule, temperature, plan, seed)
+                    predicted, bound = predicted_rate(small_logits, small_law, branching, m, rule, temperature)
+                    shape = (branching, leads, plan.draft_support, plan.walks)
+                    layers.append(LayerRow(*where, rule, *shape, measured, predicted, bound))
+            progress(f"{question.set_name} {question.question_id}")
     return layers, coverage
 
 
 def _laws(
-    decoder: RheoDecoder, plan: LayerPlan, question: Question, temperature: float
+    decoder: RheoDecoder, plan: LayerPlan, question: Question, prompt: Sequence[int], temperature: float
 ) -> Iterator[tuple[int, Tensor, Tensor, int]]:
     """(position, the draft's logits, the target's law, a seed) at every context of a question's plain text."""
     drafter = decoder.drafter
     assert drafter is not None
-    prompt = decoder.chat_prompt([{"role": "user", "content": question.turns[0]}])
     seed = derived_seed(plan.seed, question.set_name, question.question_id, 1)
     params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=plan.max_new_tokens)
     text = MethodRunner(decoder).run(Method(PLAIN), prompt, params).token_ids
