@@ -23,7 +23,7 @@ LONG_MEMORY = 256.0  # of what the walks made of promises, since one step says l
 TRIAL = 4  # trees that are drafted before speculation may be turned off: of a batch, few steps say as much as of one
 SHORTEST_PAUSE, LONGEST_PAUSE = 32, 1024  # steps without a draft
 PRIOR_STEPS = 8.0  # what assumptions count for at first: costs as measured, scores that keep their promise, and
-PRIOR_GAIN = 0.5  # what a level adds up to, over the chance of the best node above it
+PRIOR_GAIN = 0.4  # what a level is worth beyond what its nodes cost, over the chance of the best node above it
 LONGEST_STEP = 2.0  # in what was expected; what takes longer was disturbed, and counts as so much
 
 
@@ -151,10 +151,10 @@ class TreeSizer:
             return
         chances = trees.log_scores.exp().nan_to_num(0.0).where(trees.parents >= 0, 0.0)
         by_level = torch.zeros(trees.batch_size, trees.depth + 1, dtype=chances.dtype, device=chances.device)
-        sums = by_level.scatter_add(1, trees.depths, chances)
         bests = by_level.scatter_reduce(1, trees.depths, chances, "amax")
         went_on = bests[:, 1:-1] >= float(shape.level_threshold)  # and was above another level
-        seen = [sums[:, 1:].sum(), (walk.counts - 1).sum(), sums[:, 2:].sum(), bests[:, 1:-1].where(went_on, 0.0).sum()]
+        further = (chances - float(shape.score_threshold)).clamp(min=0).where(trees.depths > 1, 0.0)
+        seen = [chances[:, 1:].sum(), (walk.counts - 1).sum(), further.sum(), bests[:, 1:-1].where(went_on, 0.0).sum()]
         promised, accepted, gains, best = (torch.stack(seen) / trees.batch_size).tolist()
         self._pace(trees.batch_size).add(trees.rows - 1, trees.depth - 1, promised)
         # What is not tried drifts back to what is assumed, until it is.

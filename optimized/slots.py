@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from optimized.ranges import arange, between, constant
-from optimized.weighing import FILL, LEAD, PROBE, LevelCurves, reaches
+from optimized.weighing import Chances, lead_count, reaches, slot_chances
 from reference.api import GREEDY_TEMPERATURE, RheoConfig
 
 
@@ -137,14 +137,15 @@ def level_slots(
     if probing or config.weights is not None:
         sampled = (temperatures >= GREEDY_TEMPERATURE).view(-1, 1, 1)
         tempered = kept / torch.where(sampled, temperatures.view(-1, 1, 1), 1.0)
-    masses = lead_weights = fill_weights = q
-    curves = None
+    lead_weights = q
+    chances: Chances | None = None
     if config.weights is not None:
-        curves = LevelCurves(config.weights, temperatures)
         masses = torch.where(ranked, torch.softmax(tempered, dim=-1), 0.0)
-        lead_weights, fill_weights = curves.chance(LEAD, masses), curves.chance(FILL, masses)
+        chances = slot_chances(config.weights, masses, temperatures)
+        lead_weights = chances.lead
         if config.lead_tokens == "auto":
-            m = curves.lead_count(masses, num_slots, branching, parent_scores, float(config.node_price))
+            drawable = (masses > 0).sum(dim=-1, keepdim=True)
+            m = lead_count(chances, drawable, num_slots, branching, parent_scores, float(config.node_price))
     if probing:
         has_probe = sampled & (num_slots > m)
         tail = ranked & between(m, support, support, logits.device)
@@ -152,9 +153,11 @@ def level_slots(
         if children is not None:
             num_slots = torch.where(has_probe, torch.minimum(num_slots, (law > 0).sum(dim=-1, keepdim=True)), num_slots)
 
-        free = curves is not None and config.verification == "rheo"  # rrsw verifies in the order of the weights
-        ceiling = torch.ones_like(q[..., :1]) if free else _last_lead(lead_weights, m, curves is None)
-        drawn = _draw_probes(law, masses * tail, ceiling, has_probe, num_slots - m, uniforms, draws, curves)
+        free = chances is not None and config.verification == "rheo"  # rrsw verifies in the order of the weights
+        ceiling = torch.ones_like(q[..., :1]) if free else _last_lead(lead_weights, m, chances is None)
+        worth = q * tail if chances is None else chances.probe
+        calibrated = chances is not None
+        drawn = _draw_probes(law, worth, calibrated, ceiling, has_probe, num_slots - m, uniforms, draws)
         # Behind the probes stand the ranked tokens in order, passing over those that were drawn.
         behind = schedule - (drawn.exists.long() if draws == 1 else drawn.exists.sum(dim=-1, keepdim=True))
         passed = torch.where(drawn.exists, drawn.places, support + branching)
@@ -176,10 +179,10 @@ def level_slots(
     ranks = index if branching <= support else index.clamp(max=support - 1)
     weights = lead_weights.gather(-1, ranks)
     if probing:
-        if curves is not None:
+        if chances is not None:
             lowest = torch.where(drawn.exists, drawn.proxies, torch.inf).amin(dim=-1, keepdim=True)
             is_lead = between(0, m, branching, logits.device) | ~has_probe
-            weights = torch.where(is_lead, weights, torch.minimum(fill_weights.gather(-1, ranks), lowest))
+            weights = torch.where(is_lead, weights, torch.minimum(chances.fill.gather(-1, ranks), lowest))
         weights = torch.where(is_probe, in_slots(drawn.proxies), weights)
     log_weights = torch.zeros_like(weights) if config.proposal == "static" else weights.log()
     log_scores = parent_scores.unsqueeze(2) + torch.where(schedule < num_slots, log_weights, -torch.inf)
@@ -192,7 +195,7 @@ def level_slots(
         law_ids=ids,
         law=law,
         failed=failed,
-        masses=None if curves is None else masses,
+        masses=None if chances is None else masses,
     )
 
 
@@ -216,25 +219,26 @@ class _Draws:
 
 def _draw_probes(
     law: Tensor,
-    tail: Tensor,
+    worth: Tensor,
+    calibrated: bool,
     ceiling: Tensor,
     exists: Tensor,
     room: Tensor,
     uniforms: Tensor,
     draws: int,
-    curves: LevelCurves | None,
 ) -> _Draws:
     """Draw without replacement: each probe from what the earlier ones left of q~.
 
     Args:
         law: [batch, beam, support] q~.
-        tail: [batch, beam, support] what a probe's weight is made of, 0 on the leads: q, or masses for the curves.
+        worth: [batch, beam, support] what a probe's weight is made of: q on the tail and 0 on the leads; or the chance
+            of a probe whose likeliest token it is.
+        calibrated: whether ``worth`` are such chances.
         ceiling: [batch, beam, 1] what the first probe's weight may not exceed.
         exists: [batch, beam, 1] bool, whether there is a first probe.
         room: [batch, beam, 1] how many slots are left for probes.
         uniforms: [batch, beam] or [batch, beam, draws or more].
         draws: how many probes, at most.
-        curves: turn the tail's largest mass into the probe's chance; None for the paper's weight.
     """
     place = arange(law.shape[-1], law.device)
     each = uniforms.unsqueeze(-1) if uniforms.ndim == 2 else uniforms
@@ -248,15 +252,15 @@ def _draw_probes(
         probe = torch.where(beyond, place, last).amin(dim=-1, keepdim=True)
         if draw > 0:
             exists = exists & (total > 0) & (room > draw)
-        largest = tail.amax(dim=-1, keepdim=True)
-        if curves is None:  # the mass of its tail, between the best token there and the slot before
-            ceiling = torch.maximum(largest, torch.minimum(ceiling, tail.sum(dim=-1, keepdim=True)))
-        else:
-            ceiling = torch.minimum(ceiling, curves.chance(PROBE, largest))
+        if calibrated:
+            ceiling = torch.minimum(ceiling, worth.gather(-1, law.argmax(dim=-1, keepdim=True)))
+        else:  # the mass of its tail, between the best token there and the slot before
+            largest, mass = worth.amax(dim=-1, keepdim=True), worth.sum(dim=-1, keepdim=True)
+            ceiling = torch.maximum(largest, torch.minimum(ceiling, mass))
         found.append((exists, probe, ceiling))
         if draw + 1 < draws:
             taken = place == probe
-            law, tail = law.masked_fill(taken, 0.0), tail.masked_fill(taken, 0.0)
+            law, worth = law.masked_fill(taken, 0.0), worth.masked_fill(taken, 0.0)
     if draws == 1:
         return _Draws(*found[0])
     return _Draws(*(torch.cat(parts, dim=-1) for parts in zip(*found, strict=True)))

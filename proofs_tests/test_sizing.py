@@ -18,7 +18,7 @@ from optimized.growth import grow_trees
 from optimized.models.eagle3 import Eagle3Drafter
 from optimized.randomness import StepRandomness
 from optimized.sampling_params import SamplingParams
-from optimized.sizing import SHORTEST_PAUSE, TRIAL, StepCosts, TreeSizer
+from optimized.sizing import PRIOR_GAIN, SHORTEST_PAUSE, TRIAL, StepCosts, TreeSizer
 from optimized.step_costs import CostTable, _shapes
 from optimized.trees import TreeBatch
 from optimized.verification import VerifyBatch
@@ -55,20 +55,21 @@ def test_thresholds_are_what_a_second_is_worth() -> None:
     shape = TreeSizer(lambda batch: COSTS).shape(AUTO, 1)
     assert shape is not None
     assert shape.score_threshold == pytest.approx(0.1)  # a node takes a tenth of a second
-    assert shape.level_threshold == pytest.approx(0.4)  # a level takes 0.2 s and adds half of its best node's chance
+    assert shape.level_threshold == pytest.approx(0.2 / PRIOR_GAIN)  # a level takes a fifth of one
     assert replace(shape, score_threshold=0, level_threshold=0) == AUTO
 
 
 def test_thresholds_follow_what_is_seen() -> None:
-    """Steps of two nodes, promised 0.8 and 0.4, that accept 1.2 on average: worth 2.2 tokens in 1.5 s."""
-    sizer = TreeSizer(lambda batch: COSTS)
+    """Steps of two nodes, promised 0.8 and 0.4, that accept 1.2 on average: worth 2.2 tokens in 1.4 s."""
+    sizer = TreeSizer(lambda batch: replace(COSTS, level=0.1))
     for turn in range(500):
         shape = sizer.shape(AUTO, 1)
         assert shape is not None
-        sizer.observe(shape, *step([0.8, 0.4], accepted=2 if turn % 5 < 3 else 0), seconds=1.5)
-    worth = 2.2 / (1.1 + 0.1 * 2 + 0.2 * 1)
+        sizer.observe(shape, *step([0.8, 0.4], accepted=2 if turn % 5 < 3 else 0), seconds=1.4)
+    worth = 2.2 / (1.1 + 0.1 * 2 + 0.1 * 1)
     assert shape.score_threshold == pytest.approx(worth * 0.1, rel=0.1)
-    assert shape.level_threshold == pytest.approx(worth * 0.2 / 0.5, rel=0.1)
+    gain = (0.4 - worth * 0.1) / 0.8  # of the second level, what its node costs taken off
+    assert shape.level_threshold == pytest.approx(worth * 0.1 / gain, rel=0.1)
 
 
 def test_scores_that_promise_too_much_are_discounted() -> None:

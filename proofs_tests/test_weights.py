@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from optimized import weighing
 from optimized.growth import grow_trees
-from optimized.weighing import LevelCurves
 from proofs_tests.brute_force import outcomes
 from proofs_tests.laws import random_case as random_exact_case
 from proofs_tests.laws import sizes
@@ -172,14 +172,11 @@ def test_auto_takes_the_m_that_promises_most_above_the_price() -> None:
     ):
         curves = Curves(mass, Curve((chance,) * len(KNOTS)), nothing)
         assert lead_count(curves, masses, 3, score, price) == expected
-        batched = LevelCurves(Weights((curves,) * len(BANDS), ""), torch.ones(1, dtype=torch.float64)).lead_count(
-            torch.tensor([[masses]], dtype=torch.float64),
-            torch.tensor([[[3]]]),
-            3,
-            torch.tensor([[score]]).log(),
-            price,
+        chances = weighing.slot_chances(
+            Weights((curves,) * len(BANDS), ""), torch.tensor([[masses]], dtype=torch.float64), torch.ones(1)
         )
-        assert batched.item() == expected
+        drawable, num_slots, log_score = torch.tensor([[[4]]]), torch.tensor([[[3]]]), torch.tensor([[score]]).log()
+        assert weighing.lead_count(chances, drawable, num_slots, 3, log_score, price).item() == expected
     assert lead_count(Curves(nothing, Curve((0.5,) * len(KNOTS)), mass), masses, 3, 1.0, 0.0) == 0
     assert lead_count(curves, [], 3, 1.0, 0.0) == 3
 
