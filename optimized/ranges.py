@@ -1,4 +1,4 @@
-"""Index tensors that depend on shapes alone, made once: a step asks for dozens of them."""
+"""Tensors that depend on a step's shapes and settings alone, made once: a step asks for dozens of them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ P = ParamSpec("P")
 MOST = 256
 
 
-def _kept(make: Callable[P, Tensor]) -> Callable[P, Tensor]:
+def kept(make: Callable[P, Tensor]) -> Callable[P, Tensor]:
     """Keep what was made. What a CUDA graph's capture makes is not kept: it holds nothing until the replay. What it is
     handed, its replays read: that is never let go.
     """
-    kept: dict[object, Tensor] = {}
+    made_before: dict[object, Tensor] = {}
     captured: dict[object, Tensor] = {}
 
     @wraps(make)
     def made(*args: P.args, **kwargs: P.kwargs) -> Tensor:
-        found = kept.get(args)
+        found = made_before.get(args)
         if found is None:
             found = captured.get(args)
         if found is None:
             found = make(*args, **kwargs)
             if not _capturing(found):
-                if len(kept) >= MOST:
-                    kept.clear()
-                kept[args] = found
+                if len(made_before) >= MOST:
+                    made_before.clear()
+                made_before[args] = found
         elif _capturing(found):
             captured[args] = found
         return found
@@ -42,7 +42,7 @@ def _capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-@_kept
+@kept
 def arange(count: int, device: torch.device) -> Tensor:
     """[count] long, 0 .. count - 1. Shared: never write into it."""
     return torch.arange(count, device=device)
@@ -56,13 +56,13 @@ def between(first: int | Tensor, end: int | Tensor, count: int, device: torch.de
     return (places >= first) & (places < end)
 
 
-@_kept
+@kept
 def _between(first: int, end: int, count: int, device: torch.device) -> Tensor:
     places = torch.arange(count, device=device)
     return (places >= first) & (places < end)
 
 
-@_kept
+@kept
 def offers_of(widths: tuple[int, ...], branching: int, device: torch.device) -> Tensor:
     """[3, all offered nodes + 2] long: the level of each, its slot, and its parent's place among all expanded nodes.
 
@@ -79,7 +79,7 @@ def offers_of(widths: tuple[int, ...], branching: int, device: torch.device) -> 
     return torch.nn.functional.pad(torch.stack([levels, places % branching, places // branching]), (0, 2))
 
 
-@_kept
+@kept
 def constant(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
     """[count] of ``dtype``, these numbers. Shared: never write into it."""
     return torch.tensor(values, dtype=dtype, device=device)

@@ -22,7 +22,8 @@ MEMORY = 32.0  # steps: of times and trees, what was seen so long ago counts for
 LONG_MEMORY = 256.0  # of what the walks made of promises, since one step says little
 TRIAL = 4  # trees that are drafted before speculation may be turned off: of a batch, few steps say as much as of one
 SHORTEST_PAUSE, LONGEST_PAUSE = 32, 1024  # steps without a draft
-PRIOR_STEPS = 8.0  # what assumptions count for at first: costs as measured, scores that keep their promise, and
+CLOSE, COMPARED = 1.25, 24  # where drafting seems ahead by less, a step in so many goes without, to see what it takes
+PRIOR_STEPS = 4.0  # what assumptions count for at first: costs as measured, scores that keep their promise, and
 PRIOR_GAIN = 0.4  # what a level is worth beyond what its nodes cost, over the chance of the best node above it
 LONGEST_STEP = 2.0  # in what was expected; what takes longer was disturbed, and counts as so much
 
@@ -81,6 +82,7 @@ class _Pace:
     Attributes:
         steps, nodes, levels, promised: one, the rows and the further levels of the trees, tokens per request.
         tried: trees since speculation was turned on.
+        drafted: steps with a draft since one without.
         left: steps without a draft that are still to come.
         pause: how many there will be the next time.
     """
@@ -90,6 +92,7 @@ class _Pace:
     levels: float = 0.0
     promised: float = 0.0
     tried: int = 0
+    drafted: int = 0
     left: int = 0
     pause: int = SHORTEST_PAUSE
 
@@ -131,8 +134,13 @@ class TreeSizer:
                 pace.pause = SHORTEST_PAUSE
         if pace.left > 0:
             pace.left -= 1
+            pace.drafted = 0
+            return None
+        if pace.drafted >= COMPARED and speed < CLOSE / costs.plain:
+            pace.drafted = 0
             return None
         pace.tried += batch
+        pace.drafted += 1
         worth = max(speed, 1 / costs.plain) / self._honesty.value  # of a second, in scores
         return replace(
             config,
@@ -166,7 +174,9 @@ class TreeSizer:
         if batch not in self._paces:
             nearest = min(self._paces, key=lambda known: abs(known - batch), default=None)
             self._paces[batch] = (
-                _Pace() if nearest is None else replace(self._paces[nearest], left=0, tried=TRIAL, pause=SHORTEST_PAUSE)
+                _Pace()
+                if nearest is None
+                else replace(self._paces[nearest], left=0, tried=TRIAL, drafted=0, pause=SHORTEST_PAUSE)
             )
         return self._paces[batch]
 

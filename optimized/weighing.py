@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from optimized.ranges import arange
+from optimized.ranges import arange, constant, kept
 from reference.weights import BANDS, KNOTS, LEAST, MOST_LEADS, Weights
 
 TIE = 1e-13  # far above the rounding of a sum, far below what a decision may depend on
+HOTTEST = (
+    math.nextafter(BANDS[0], 0.0),
+    *BANDS[1:-1],
+)  # temperature of each band but the last; the first's is excluded
+LOWS = (0.0, *KNOTS[:-1])  # where the segments of a curve begin, and how wide they are
+WIDTHS = tuple(high - low for low, high in zip(LOWS, KNOTS, strict=True))
 
 
 def reaches(log_scores: Tensor, threshold: float | Fraction) -> Tensor:
@@ -45,12 +50,12 @@ def slot_chances(weights: Weights, masses: Tensor, temperatures: Tensor) -> Chan
         masses: [batch, beam, support] float64 in [0, 1], what the curves are read at.
         temperatures: [batch] one per request.
     """
-    curves, segments, knots, bounds = _tables(weights, temperatures.device)
-    of_request = curves[torch.bucketize(temperatures.double(), bounds)]
-    segment = torch.bucketize(masses, knots).clamp(max=len(KNOTS) - 1).flatten(1)
+    device = temperatures.device
+    of_request = _curves(weights, device)[torch.bucketize(temperatures.double(), _constant(HOTTEST, device))]
+    segment = torch.bucketize(masses, _constant(KNOTS, device)).clamp(max=len(KNOTS) - 1).flatten(1)
     found = of_request.gather(2, segment.unsqueeze(1).expand(-1, of_request.shape[1], -1))
     start, rise = found.unflatten(2, masses.shape[1:]).chunk(2, dim=1)
-    low, width = segments[:, segment].unflatten(2, masses.shape[1:])
+    low, width = (_constant(ends, device).take(segment).view_as(masses) for ends in (LOWS, WIDTHS))
     share = ((masses - low) / width).clamp(max=1.0)
     return Chances(*(start + rise * share.unsqueeze(1)).clamp(min=LEAST).unbind(1))
 
@@ -91,22 +96,16 @@ def lead_count(
     return torch.where(best >= before[..., -1:] - TIE, first, num_slots)
 
 
-@lru_cache(maxsize=8)
-def _tables(weights: Weights, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What ``slot_chances`` looks up.
+@kept
+def _curves(weights: Weights, device: torch.device) -> Tensor:
+    """[bands, 6, segments] where leads, probes and fills start in each segment, and how much they rise in it.
 
-    Returns:
-        ``(curves [bands, 6, segments], segments [2, segments], knots, bounds)``: where leads, probes and fills start in
-        each segment between two knots, the first beginning at 0, and how much they rise in it; the segments' lower ends
-        and widths; the knots; the highest temperature of each band but the last.
+    A segment lies between two knots; the first begins at 0.
     """
-    values = torch.tensor(
-        [[[0.0, *map(float, curve.values)] for curve in (band.lead, band.probe, band.fill)] for band in weights.bands],
-        dtype=torch.float64,
-    )
-    knots = torch.tensor(KNOTS, dtype=torch.float64)
-    edges = torch.nn.functional.pad(knots, (1, 0))
-    bounds = torch.tensor([math.nextafter(BANDS[0], 0.0), *BANDS[1:-1]], dtype=torch.float64)  # the first's is excluded
-    curves = torch.cat([values[..., :-1], values.diff(dim=-1)], dim=1)
-    segments = torch.stack([edges[:-1], edges.diff()])
-    return curves.to(device), segments.to(device), knots.to(device), bounds.to(device)
+    bands = [[[0.0, *map(float, curve.values)] for curve in (one.lead, one.probe, one.fill)] for one in weights.bands]
+    values = torch.tensor(bands, dtype=torch.float64)
+    return torch.cat([values[..., :-1], values.diff(dim=-1)], dim=1).to(device)
+
+
+def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return constant(values, device, torch.float64)

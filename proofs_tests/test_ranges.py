@@ -1,4 +1,4 @@
-"""Index tensors that are kept: made once, let go when there are many, but never those that a captured graph reads."""
+"""Tensors that are kept: made once, let go when there are many, but never those that a captured graph reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_what_a_graph_has_read_outlives_the_others(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ranges, "_capturing", lambda tensor: capturing)
     made: list[weakref.ref[torch.Tensor]] = []
 
-    @ranges._kept
+    @ranges.kept
     def numbers(count: int) -> torch.Tensor:
         tensor = torch.arange(count)
         made.append(weakref.ref(tensor))

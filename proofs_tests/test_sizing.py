@@ -18,7 +18,7 @@ from optimized.growth import grow_trees
 from optimized.models.eagle3 import Eagle3Drafter
 from optimized.randomness import StepRandomness
 from optimized.sampling_params import SamplingParams
-from optimized.sizing import PRIOR_GAIN, SHORTEST_PAUSE, TRIAL, StepCosts, TreeSizer
+from optimized.sizing import COMPARED, PRIOR_GAIN, SHORTEST_PAUSE, TRIAL, StepCosts, TreeSizer
 from optimized.step_costs import CostTable, _shapes
 from optimized.trees import TreeBatch
 from optimized.verification import VerifyBatch
@@ -121,6 +121,20 @@ def test_steps_that_take_longer_than_was_measured_count_as_they_are() -> None:
     assert sum(drafts(TreeSizer(lambda batch: COSTS), 300, **paying, drafted=2.5)) < 100
     slow = drafts(TreeSizer(lambda batch: COSTS), 900, **paying, drafted=2.5, plain=1.7)
     assert all(slow[-200:])
+
+
+def test_a_plain_step_that_was_measured_too_slow_is_found_out() -> None:
+    """By the measured costs drafting is ahead by a seventh; plain steps that take 1.1 s and not 1.4 are faster."""
+    sizer = TreeSizer(lambda batch: replace(COSTS, plain=1.4))
+    drafted = drafts(sizer, 3000, [0.15, 0.05], accepted=0, drafted=1.2, plain=1.1)
+    assert drafted[:COMPARED] == [True] * COMPARED
+    assert not drafted[COMPARED]
+    assert sum(drafted[1000:]) < 0.1 * 2000
+
+
+def test_drafting_that_is_a_little_ahead_goes_on_but_for_a_step_now_and_then() -> None:
+    drafted = drafts(TreeSizer(lambda batch: replace(COSTS, plain=1.0)), 1000, [0.8, 0.4], accepted=1, drafted=1.7)
+    assert drafted.count(False) == 1000 // (COMPARED + 1)
 
 
 def test_every_batch_size_has_a_pace_of_its_own() -> None:
