@@ -330,6 +330,7 @@ def test_prefill_in_chunks_equals_one_piece(attention, lengths, monkeypatch):
     generator = torch.Generator().manual_seed(sum(lengths))
     prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
     model = llama(attention).double()
+    error = 1e-9 if attention == "sdpa" else 1e-5  # transformers' eager attention takes its softmax in float32
     batch, longest = len(lengths), max(lengths)
     masks, extend = [], TreeCache.extend
 
@@ -346,15 +347,15 @@ def test_prefill_in_chunks_equals_one_piece(attention, lengths, monkeypatch):
     pieces = [(start, min(start + 4, longest)) for start in range(0, longest, 4)]
     assert masks == [(batch, 1, longest, longest), *((batch, 1, end - start, end) for start, end in pieces)]
     assert chunked.lengths == whole.lengths == tuple(lengths)
-    torch.testing.assert_close(actual_logits, logits, atol=1e-9, rtol=0)
+    torch.testing.assert_close(actual_logits, logits, atol=error, rtol=0)
     assert actual_features.shape == features.shape
     caches = [target._runner.cache for target in (chunked, whole)]
     for b, length in enumerate(lengths):
-        torch.testing.assert_close(actual_features[b, :length], features[b, :length], atol=1e-9, rtol=0)
+        torch.testing.assert_close(actual_features[b, :length], features[b, :length], atol=error, rtol=0)
         for layer in range(3):
             for which in range(2):
                 actual, expected = (cache._buffers[layer][which][b, :, :length] for cache in caches)
-                torch.testing.assert_close(actual, expected, atol=1e-9, rtol=0)
+                torch.testing.assert_close(actual, expected, atol=error, rtol=0)
 
 
 def test_prefill_in_chunks_then_trees(monkeypatch):

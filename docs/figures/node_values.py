@@ -2,7 +2,7 @@
 
     python docs/figures/node_values.py data/*/question.jsonl
 
-Decodes some questions with the embedded pair (bfloat16) and prints, from the exact laws of all nodes where walks stood:
+Decodes some questions with the embedded pair (float32) and prints, from the exact laws of all nodes where walks stood:
 how much of the overlap's variance a curve over each feature explains (fitted on one half, read on the other), and the
 sum of true chances less prices over the slots that are worth their place, by m and by the price of a place.
 """
@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression
 
@@ -106,8 +105,8 @@ def read_curve(curve: Curve, masses: Values) -> Values:
 
 def main() -> None:
     sets = read_sets([Path(name) for name in sys.argv[1:]])
-    shape = RheoConfig(tree_size=30, weights=load_weights("embedded"))
-    decoder = RheoDecoder.from_pretrained(config=shape, dtype=torch.bfloat16, calibrator=Collector())
+    shape = RheoConfig(branching=BRANCHING, depth=3, tree_size=16, weights=load_weights("embedded"))
+    decoder = RheoDecoder.from_pretrained(config=shape, calibrator=Collector())
     prompts = [
         decoder.chat_prompt([{"role": "user", "content": question.turns[0]}])
         for one in sets

@@ -3,7 +3,7 @@
     pip install scikit-learn  # for the last rows; the project itself does not need it
     python docs/figures/ranking_ceiling.py data/*/question.jsonl
 
-At positions of answers of the embedded pair (bfloat16) a tree is grown of all that the beams of eight levels offer,
+At positions of answers of the embedded pair (float32) a tree is grown of all that the beams of eight levels offer,
 710 nodes, and the target reads every expanded one. Orders then choose 8, 16, 30 or 60 of the same nodes, with the same
 probes, so their differences have little noise; what a choice is worth is the walk's exact expectation. Printed are the
 expected acceptance lengths and the gain over the paper's order, +- its standard error over questions, by:
@@ -215,7 +215,7 @@ def show(name: str, lengths: Values, base: Values, questions: NDArray[np.int64])
 
 def main() -> None:
     sets = read_sets([Path(name) for name in sys.argv[1:]])
-    decoder = RheoDecoder.from_pretrained(config=RheoConfig(tree_size=30), dtype=torch.bfloat16)
+    decoder = RheoDecoder.from_pretrained(config=RheoConfig(branching=4, depth=2, tree_size=5))
     asked = [question.turns[0] for one in sets for question in one.questions[:QUESTIONS]]
     prompts = [decoder.chat_prompt([{"role": "user", "content": turn}]) for turn in asked]
     for temperature in TEMPERATURES:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
+from optimized.models import grouped_attention
 from optimized.models.drafter import TreeMask, tree_positions
 from optimized.models.kv_cache import TreeCache, read_texts
 from optimized.trees import LevelNodes
@@ -35,7 +36,7 @@ def llama_config(raw: dict[str, Any]) -> LlamaConfig:
     """The head's layer as a Llama config; ``raw`` is its config.json, with RoPE settings in either layout."""
     known = {key: raw[key] for key in _LLAMA_KEYS if raw.get(key) is not None}
     config = LlamaConfig(num_hidden_layers=1, **known)
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = grouped_attention.NAME
     return config
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from optimized.models.grouped_attention import can_group, grouped
 from optimized.models.kv_cache import TreeCache
 
 SUPPORTED_ATTENTION = ("eager", "sdpa")
@@ -98,6 +101,7 @@ class CachedModel:
         self.num_layers: int = config.num_hidden_layers
         self.max_positions = max_positions(config)
         self.cache = TreeCache(0, self.device)
+        self._attention: Callable[[Any], AbstractContextManager[None]] = grouped if can_group(model) else nullcontext
 
     @property
     def device(self) -> torch.device:
@@ -138,15 +142,16 @@ class CachedModel:
             position_ids = position_ids.clamp(max=self.max_positions - 1)
         mask = self.cache.extend(visible, self.dtype)
         options = {"output_hidden_states": sorted(set(hidden_layers))} if hidden_layers else {}
-        output = self.model(
-            input_ids=token_ids,
-            attention_mask=mask,
-            position_ids=position_ids,
-            cache=self.cache,
-            use_cache=True,
-            logits_to_keep=logits_to_keep,
-            **options,
-        )
+        with self._attention(self.model):
+            output = self.model(
+                input_ids=token_ids,
+                attention_mask=mask,
+                position_ids=position_ids,
+                cache=self.cache,
+                use_cache=True,
+                logits_to_keep=logits_to_keep,
+                **options,
+            )
         return output.logits, tuple(output.hidden_states[layer] for layer in hidden_layers)
 
     def last_row(self, counts: Tensor) -> Tensor:
