@@ -13,10 +13,8 @@ from optimized.ranges import arange, constant, kept
 from reference.weights import BANDS, KNOTS, LEAST, MOST_LEADS, Weights
 
 TIE = 1e-13  # far above the rounding of a sum, far below what a decision may depend on
-HOTTEST = (
-    math.nextafter(BANDS[0], 0.0),
-    *BANDS[1:-1],
-)  # temperature of each band but the last; the first's is excluded
+# The highest temperature of each band but the last; the first one's bound is excluded.
+HOTTEST = (math.nextafter(BANDS[0], 0.0), *BANDS[1:-1])
 LOWS = (0.0, *KNOTS[:-1])  # where the segments of a curve begin, and how wide they are
 WIDTHS = tuple(high - low for low, high in zip(LOWS, KNOTS, strict=True))
 
