@@ -83,17 +83,24 @@ class Supertree:
         return 1 + gained[np.array(SIZES) - 1]
 
 
-def supertrees(decoder: RheoDecoder, prompt: list[int], temperature: float, question: int) -> Iterator[Supertree]:
+def supertrees(
+    decoder: RheoDecoder,
+    prompt: list[int],
+    temperature: float,
+    question: int,
+    positions: int = POSITIONS,
+    shape: RheoConfig = EVERYTHING,
+) -> Iterator[Supertree]:
     """Those of one question's answer."""
     params = SamplingParams(temperature=temperature, seed=1000 + question, max_new_tokens=TOKENS)
     text = list(decoder.generate([prompt], params)[0].token_ids)
-    if len(text) <= POSITIONS:
+    if len(text) <= positions:
         return
     drafter = decoder.drafter
     assert drafter is not None
-    places = choose_positions(len(text), POSITIONS, (question * 2654435761) % 2**64)
+    places = choose_positions(len(text), positions, (question * 2654435761) % 2**64)
     contexts = CommonContexts(decoder.target, prompt, text, places, temperature, drafter.feature_layers)
-    trees, _ = contexts.draft(drafter, EVERYTHING, seed=question)
+    trees, _ = contexts.draft(drafter, shape, seed=question)
     assert trees.law_rows is not None
     assert trees.masses is not None
     rows, order = trees.law_rows.sort(dim=1)

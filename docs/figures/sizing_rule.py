@@ -2,7 +2,7 @@
 
     python docs/figures/sizing_rule.py data/*/question.jsonl
 
-At positions of answers of the embedded pair all nodes that the beams of eight levels offer are there, each with the
+At positions of answers of the embedded pair all nodes that the beams of four levels offer are there, each with the
 chance that the walk comes through it, as in ``ranking_ceiling.py``; calibrated weights order them, at temperature 1.
 A ``TreeSizer`` decides about one position after the other, going round them until it has learned; its last round
 counts. Printed are tokens per second over plain decoding for it, for the best fixed tree and for the best pair of
@@ -19,24 +19,29 @@ from pathlib import Path
 import numpy as np
 import torch
 from node_values import Values
-from ranking_ceiling import EVERYTHING, Supertree, calibrated, supertrees
+from ranking_ceiling import SLOTS, Supertree, calibrated, supertrees
 
 from optimized import RheoConfig, RheoDecoder
 from optimized.bench.questions import read_sets
+from optimized.calibration import load_weights
 from optimized.sizing import StepCosts, TreeSizer
 from optimized.trees import TreeBatch
 from optimized.verification import VerifyBatch
 from reference.tree import root_only
 
-QUESTIONS, TEMPERATURE, ROUNDS = 4, 1.0, 20  # questions of each set
-LEVELS, SIZES = range(1, 9), (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 30, 40, 60)
+QUESTIONS, POSITIONS, TEMPERATURE, ROUNDS = 4, 8, 1.0, 20  # questions of each set
+DEPTH = 4
+EVERYTHING = RheoConfig(
+    branching=SLOTS, depth=DEPTH, tree_size=SLOTS + (DEPTH - 1) * SLOTS**2, weights=load_weights("embedded")
+)
+LEVELS, SIZES = range(1, DEPTH + 1), (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 30, 40, 60)
 NODE_THRESHOLDS = (0, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 1)
 LEVEL_THRESHOLDS = (0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.7, 1)
 MACHINES = {
     "two cores, bfloat16": StepCosts(plain=0.036, base=0.037, node=0.00075, level=0.0033),
     "two cores, float32": StepCosts(plain=0.099, base=0.116, node=0.0029, level=0.016),
     "rows nearly free": StepCosts(plain=0.020, base=0.0205, node=0.00005, level=0.0015),
-    "rows as dear as steps": StepCosts(plain=0.060, base=0.062, node=0.017, level=0.007),
+    "rows dear": StepCosts(plain=0.060, base=0.062, node=0.017, level=0.007),
 }
 
 
@@ -122,7 +127,7 @@ def main() -> None:
     offers = [
         Offer.of(tree)
         for index, prompt in enumerate(prompts)
-        for tree in supertrees(decoder, prompt, TEMPERATURE, index)
+        for tree in supertrees(decoder, prompt, TEMPERATURE, index, POSITIONS, EVERYTHING)
     ]
     print(f"{len(offers)} positions of {len(prompts)} answers")
     for name, costs in MACHINES.items():
