@@ -22,7 +22,7 @@ MEMORY = 32.0  # steps: of times and trees, what was seen so long ago counts for
 LONG_MEMORY = 256.0  # of what the walks made of promises, since one step says little
 TRIAL = 4  # trees that are drafted before speculation may be turned off: of a batch, few steps say as much as of one
 SHORTEST_PAUSE, LONGEST_PAUSE = 32, 1024  # steps without a draft
-CLOSE, COMPARED = 1.25, 24  # where drafting seems ahead by less, a step in so many goes without, to see what it takes
+CLOSE, COMPARED = 1.25, 24  # where drafting seems ahead by less, a step behind so many goes without, to see its time
 PRIOR_STEPS = 4.0  # what assumptions count for at first: costs as measured, scores that keep their promise, and
 PRIOR_GAIN = 0.4  # what a level is worth beyond what its nodes cost, over the chance of the best node above it
 LONGEST_STEP = 2.0  # in what was expected; what takes longer was disturbed, and counts as so much
@@ -132,11 +132,10 @@ class TreeSizer:
                 pace.pause = min(2 * pace.pause, LONGEST_PAUSE)
             else:
                 pace.pause = SHORTEST_PAUSE
+        if pace.drafted >= COMPARED and speed < CLOSE / costs.plain:
+            pace.left = max(pace.left, 1)
         if pace.left > 0:
             pace.left -= 1
-            pace.drafted = 0
-            return None
-        if pace.drafted >= COMPARED and speed < CLOSE / costs.plain:
             pace.drafted = 0
             return None
         pace.tried += batch

@@ -34,9 +34,12 @@ from optimized.trees import TreeBatch
 QUESTIONS, POSITIONS, TOKENS, TEMPERATURES = 12, 6, 64, (1.0, 0.6)  # questions of each set
 SLOTS, DEPTH, SIZES = 10, 8, (8, 16, 30, 60)
 FOLDS = 4
-EVERYTHING = RheoConfig(
-    branching=SLOTS, depth=DEPTH, tree_size=SLOTS + (DEPTH - 1) * SLOTS**2, weights=load_weights("embedded")
-)
+
+
+def everything(depth: int) -> RheoConfig:
+    """Trees of all that the beams of so many levels offer."""
+    size = SLOTS + (depth - 1) * SLOTS**2
+    return RheoConfig(branching=SLOTS, depth=depth, tree_size=size, weights=load_weights("embedded"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +92,7 @@ def supertrees(
     temperature: float,
     question: int,
     positions: int = POSITIONS,
-    shape: RheoConfig = EVERYTHING,
+    depth: int = DEPTH,
 ) -> Iterator[Supertree]:
     """Those of one question's answer."""
     params = SamplingParams(temperature=temperature, seed=1000 + question, max_new_tokens=TOKENS)
@@ -100,7 +103,7 @@ def supertrees(
     assert drafter is not None
     places = choose_positions(len(text), positions, (question * 2654435761) % 2**64)
     contexts = CommonContexts(decoder.target, prompt, text, places, temperature, drafter.feature_layers)
-    trees, _ = contexts.draft(drafter, shape, seed=question)
+    trees, _ = contexts.draft(drafter, everything(depth), seed=question)
     assert trees.law_rows is not None
     assert trees.masses is not None
     rows, order = trees.law_rows.sort(dim=1)

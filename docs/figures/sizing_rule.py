@@ -19,11 +19,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from node_values import Values
-from ranking_ceiling import SLOTS, Supertree, calibrated, supertrees
+from ranking_ceiling import Supertree, calibrated, everything, supertrees
 
 from optimized import RheoConfig, RheoDecoder
 from optimized.bench.questions import read_sets
-from optimized.calibration import load_weights
 from optimized.sizing import StepCosts, TreeSizer
 from optimized.trees import TreeBatch
 from optimized.verification import VerifyBatch
@@ -31,9 +30,6 @@ from reference.tree import root_only
 
 QUESTIONS, POSITIONS, TEMPERATURE, ROUNDS = 4, 8, 1.0, 20  # questions of each set
 DEPTH = 4
-EVERYTHING = RheoConfig(
-    branching=SLOTS, depth=DEPTH, tree_size=SLOTS + (DEPTH - 1) * SLOTS**2, weights=load_weights("embedded")
-)
 LEVELS, SIZES = range(1, DEPTH + 1), (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 30, 40, 60)
 NODE_THRESHOLDS = (0, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 1)
 LEVEL_THRESHOLDS = (0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.7, 1)
@@ -89,7 +85,7 @@ def speed(offers: list[Offer], choices: Iterable[Choice | None], costs: StepCost
 def decided(offers: list[Offer], costs: StepCosts) -> list[Choice | None]:
     """What a ``TreeSizer`` decides in its last round."""
     sizer = TreeSizer(lambda batch: costs)
-    config = replace(EVERYTHING, tree_size="auto")
+    config = replace(everything(DEPTH), tree_size="auto")
     choices: list[Choice | None] = []
     for turn in range(ROUNDS):
         for offer in offers:
@@ -127,7 +123,7 @@ def main() -> None:
     offers = [
         Offer.of(tree)
         for index, prompt in enumerate(prompts)
-        for tree in supertrees(decoder, prompt, TEMPERATURE, index, POSITIONS, EVERYTHING)
+        for tree in supertrees(decoder, prompt, TEMPERATURE, index, POSITIONS, DEPTH)
     ]
     print(f"{len(offers)} positions of {len(prompts)} answers")
     for name, costs in MACHINES.items():

@@ -1,7 +1,7 @@
 """Attention of a few rows where several query heads share a key head, without a copy of the cache in every pass.
 
 With a mask, transformers' SDPA repeats all keys and values for the heads that share them. Behind a long text that copy
-takes as long as the rest of a tree's pass. The heads of a group may as well stand side by side as more rows of one
+is a quarter of a tree's pass (docs/decoder.md). The heads of a group may as well stand side by side as more rows of one
 head: same sums, and what is repeated is the mask of a few rows.
 """
 
