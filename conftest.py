@@ -12,12 +12,21 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from optimized.backends import Backend, choose_backend
+from reference.api import RheoConfig
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, so before any test module is
 
 # Torch fills new tensors in this mode only; where an operation has no deterministic version it warns.
 torch.use_deterministic_algorithms(True, warn_only=True)
 torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.fixture(params=["torch", "numba"])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """Each backend that a CPU has."""
+    return choose_backend(request.param, torch.device("cpu"), RheoConfig())
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 | backend | random numbers, slots of a level, verification rows | beam, pruning, walk | runs on |
 |---|---|---|---|
 | torch | Torch | Torch | anything |
+| numba | Numba, but for random numbers and the target's laws | Numba | CPUs |
 | triton | Triton | Torch | CUDA; the CPU under TRITON_INTERPRET=1, to test |
 | cupy | Triton | CUDA C++ through CuPy | CUDA |
 
@@ -29,7 +30,7 @@ from reference.api import RheoConfig, Verification
 # What the kernels' tables hold; a test compares these with the kernels' own, which cannot be imported everywhere.
 MAX_SUPPORT, MAX_DEPTH, MAX_BEAM, MAX_OFFERED, MAX_NODES = 1024, 64, 1024, 8192, 1023
 
-BackendName = Literal["auto", "torch", "triton", "cupy"]
+BackendName = Literal["auto", "torch", "numba", "triton", "cupy"]
 Verify = Callable[[TreeBatch, TargetLaws, WalkNoise, Verification], VerifyBatch]
 
 
@@ -38,7 +39,7 @@ class Backend:
     """One way to do the sampling side.
 
     Attributes:
-        name: "torch", "triton" or "cupy".
+        name: "torch", "numba", "triton" or "cupy".
         growth: the steps of ``grow_trees``.
         verify: the walk of a batch, from trees, target laws, noise and rule.
         uniforms: a generator of its own for ``StepRandomness``; None for Torch's.
@@ -56,6 +57,11 @@ TORCH = Backend("torch", TORCH_STEPS, verify_trees)
 def missing(name: str, device: torch.device) -> list[str]:
     """What a backend lacks to run on a device; empty when it can."""
     lacks = []
+    if name == "numba":
+        if importlib.util.find_spec("numba") is None:
+            lacks.append("numba is not installed (pip install numba)")
+        if device.type != "cpu":
+            lacks.append(f"it runs on CPUs and the models are on {device}")
     interpreted = name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     if name in ("triton", "cupy"):
         if importlib.util.find_spec("triton") is None:
@@ -72,14 +78,15 @@ def missing(name: str, device: torch.device) -> list[str]:
 
 def unsupported(name: str, config: RheoConfig) -> str | None:
     """Why a backend has no kernels for a configuration; None when it has."""
-    beyond = {
-        "static trees": config.proposal == "static",
-        f"{config.probes} probes per node": config.probes > 1,
-        "calibrated weights": config.weights is not None,
-        "thresholds": config.may_stop,
-        "trees of automatic size": config.tree_size == "auto",
-        f"a draft_support of {config.draft_support}, more than {MAX_SUPPORT}": config.draft_support > MAX_SUPPORT,
-    }
+    beyond = {"static trees": config.proposal == "static"}
+    if name in ("triton", "cupy"):
+        beyond |= {
+            f"{config.probes} probes per node": config.probes > 1,
+            "calibrated weights": config.weights is not None,
+            "thresholds": config.may_stop,
+            "trees of automatic size": config.tree_size == "auto",
+            f"a draft_support of {config.draft_support}, more than {MAX_SUPPORT}": config.draft_support > MAX_SUPPORT,
+        }
     if name == "cupy":
         offered = config.branching * (1 + (config.depth - 1) * config.beam_width)  # at most
         beyond |= {
@@ -96,8 +103,8 @@ def choose_backend(name: BackendName, device: torch.device, config: RheoConfig) 
     """The backend of a name.
 
     Args:
-        name: "auto" takes the first of cupy, triton and torch that can run the configuration on the device; a name
-            means that one or an error.
+        name: "auto" takes the first of cupy, triton, numba and torch that can run the configuration on the device; a
+            name means that one or an error.
         device: where the models run.
         config: how trees are grown and verified.
 
@@ -108,7 +115,7 @@ def choose_backend(name: BackendName, device: torch.device, config: RheoConfig) 
     if name not in get_args(BackendName):
         raise ValueError(f"backend must be one of {get_args(BackendName)}, got {name!r}")
     if name == "auto":
-        kernels = ("cupy", "triton") if device.type == "cuda" else ()
+        kernels = {"cuda": ("cupy", "triton"), "cpu": ("numba",)}.get(device.type, ())
         for candidate in kernels:
             if not missing(candidate, device) and unsupported(candidate, config) is None:
                 return _kernels(candidate)
@@ -125,6 +132,10 @@ def choose_backend(name: BackendName, device: torch.device, config: RheoConfig) 
 
 
 def _kernels(name: str) -> Backend:
+    if name == "numba":
+        from optimized.numba_backend import NUMBA  # takes a second to import
+
+        return NUMBA
     from optimized import kernel_backends  # imports triton, which need not be there
 
     return kernel_backends.CUPY if name == "cupy" else kernel_backends.TRITON

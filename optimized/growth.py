@@ -17,7 +17,7 @@ from torch import Tensor
 from optimized.ranges import arange, constant, offers_of
 from optimized.slots import LevelSlots, level_slots
 from optimized.trees import LevelNodes, TreeBatch
-from optimized.weighing import reaches
+from optimized.weighing import least_log_score
 from reference.api import RheoConfig
 from reference.topology import StaticShape
 
@@ -108,7 +108,7 @@ def select_beam(config: RheoConfig, slots: LevelSlots, depth: int) -> Beam:
         log_scores = offered.gather(1, offers)
     valid = log_scores > -torch.inf
     if config.level_threshold > 0:
-        valid = valid & reaches(log_scores[:, :1], config.level_threshold)
+        valid = valid & (log_scores[:, :1] >= least_log_score(config.level_threshold))
         log_scores = log_scores.masked_fill(~valid, -torch.inf)
     if config.may_stop:
         width = int(valid.sum(dim=1).max())
@@ -187,14 +187,15 @@ def prune(config: RheoConfig, levels: Sequence[LevelSlots], beams: Sequence[Beam
         depth=len(levels),
         probes=min(config.probes, max(config.branching - config.fewest_leads, 1)),
         law_rows=None if config.weights is None else row_of.gather(1, offer_of_expanded) * _expanded(levels, beams),
-        masses=None if config.weights is None else torch.cat([_given(slots.masses) for slots in levels], dim=1),
+        masses=None if config.weights is None else torch.cat([given_masses(slots) for slots in levels], dim=1),
     )
 
 
-def _given(masses: Tensor | None) -> Tensor:
-    if masses is None:
+def given_masses(slots: LevelSlots) -> Tensor:
+    """The masses of a level's slots, [batch, beam, support]; a backend that left them out is a bug."""
+    if slots.masses is None:
         raise ValueError("a backend's slots came without the masses that calibrated weights are learned from")
-    return masses
+    return slots.masses
 
 
 def any_failed(levels: Sequence[LevelSlots], beams: Sequence[Beam]) -> Tensor:

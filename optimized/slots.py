@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from optimized.ranges import arange, between, constant
-from optimized.weighing import Chances, lead_count, reaches, slot_chances
+from optimized.weighing import Chances, lead_count, least_log_score, slot_chances
 from reference.api import GREEDY_TEMPERATURE, RheoConfig
 
 
@@ -187,7 +187,7 @@ def level_slots(
     log_weights = torch.zeros_like(weights) if config.proposal == "static" else weights.log()
     log_scores = parent_scores.unsqueeze(2) + torch.where(schedule < num_slots, log_weights, -torch.inf)
     if config.score_threshold > 0:
-        log_scores = log_scores.masked_fill(~reaches(log_scores, config.score_threshold), -torch.inf)
+        log_scores = log_scores.masked_fill(log_scores < least_log_score(config.score_threshold), -torch.inf)
     return LevelSlots(
         token_ids=ids.gather(-1, ranks),
         log_scores=log_scores,

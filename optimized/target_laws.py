@@ -159,6 +159,7 @@ class SamplingBatch:
             for token in sorted({*(() if r.ignore_eos else self.eos_token_ids), *r.stop_token_ids})
         ]
         self.end_places = self._places(ends)
+        self.changed = bool(bias or ends) or self.penalty is not None
         self.min_new_tokens = torch.tensor([r.min_new_tokens for r in params], dtype=torch.int64, device=self.device)
 
     def _stage(self, values: Sequence[float | None]) -> _Stage | None:
@@ -209,6 +210,7 @@ class TargetLaws:
         self.kept: list[Tensor] | None = None
         self.bad = torch.zeros(len(batch.params), dtype=torch.bool, device=logits.device)
         self._requests = arange(len(batch.params), logits.device)
+        self._first = self._requests * logits.shape[1]
         self._ancestors = trees.ancestors() if trees is not None and batch.penalty is not None else None
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -221,11 +223,13 @@ class TargetLaws:
             [batch, vocab_size] float64; not negative, rows sum to one.
         """
         batch = self.batch
+        if self.logits.device.type == "cpu" and batch.plain:  # one look at the law saves two passes over the logits
+            scores = self._processed(rows[:, None])[:, 0] if batch.changed else self._rows(rows)
+            law = scores.softmax(-1, dtype=torch.float64)
+            # Softmax makes all of a row NaN where ``_exclude_bad`` would find it bad.
+            if not np.isnan(law.numpy()[:, 0]).any():
+                return self._keep(law)
         scores = self._processed(rows[:, None])
-        if scores.device.type == "cpu" and batch.plain:  # one look at the law saves two passes over the logits
-            law = scores.softmax(-1)
-            if not law[..., 0].isnan().any():  # softmax makes all of a row NaN where ``_exclude_bad`` would find it bad
-                return self._keep(law[:, 0])
         top, bad = _exclude_bad(scores)
         self.bad |= bad[:, 0]
         best = scores.argmax(-1, keepdim=True) if batch.greedy is not None else None
@@ -240,7 +244,7 @@ class TargetLaws:
 
     def _keep(self, law: Tensor) -> Tensor:
         if self.kept is not None:
-            self.kept.append(law)
+            self.kept.append(law.clone())
         return law
 
     def masked_logits(self) -> Tensor:
@@ -254,9 +258,8 @@ class TargetLaws:
             [batch, rows, vocab_size].
         """
         batch = self.batch
-        changed = batch.bias_places is not None or batch.penalty is not None or batch.end_places is not None
         filtered = batch.top_k is not None or batch.top_p is not None or batch.min_p is not None
-        if not changed and not filtered:
+        if not batch.changed and not filtered:
             return self.logits
         every = torch.arange(self.logits.shape[1], device=self.logits.device)
         scores = self._processed(every.expand(self.logits.shape[0], -1))
@@ -307,11 +310,15 @@ class TargetLaws:
             scores = batch.min_p.apply(scores, _keep_min_p)
         return scores
 
+    def _rows(self, rows: Tensor) -> Tensor:
+        """[batch, vocab_size] the logits at one row of each tree; a copy."""
+        return self.logits.flatten(0, 1).index_select(0, self._first + rows)
+
     def _processed(self, rows: Tensor) -> Tensor:
         """[batch, n, vocab_size] float64: bias, penalty and minimum length applied at ``rows`` [batch, n]; a copy."""
         batch = self.batch
-        places = self._requests[:, None] * self.logits.shape[1] + rows
-        scores = self.logits.flatten(0, 1).index_select(0, places.flatten()).to(torch.float64).view(*rows.shape, -1)
+        places = self._first[:, None] + rows
+        scores = self.logits.flatten(0, 1).index_select(0, places.flatten()).double().view(*rows.shape, -1)
         if batch.bias_places is not None:
             requests, tokens = batch.bias_places
             scores[requests, :, tokens] += batch.bias_values[:, None]

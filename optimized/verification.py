@@ -17,7 +17,8 @@ from optimized.ranges import arange
 from optimized.trees import TreeBatch
 from reference.api import Verification
 
-TargetLaw = Callable[[Tensor], Tensor]  # rows [batch] long -> the law at each request's row, [batch, vocab] float64
+# Rows [batch] long -> the law at each request's row, [batch, vocab] float64, the caller's to write into.
+TargetLaw = Callable[[Tensor], Tensor]
 
 
 class WalkNoise(Protocol):
@@ -68,6 +69,12 @@ def verify_trees(
     Raises:
         ValueError: shapes that do not fit together, or an unknown rule.
     """
+    law_at = check_walk(trees, target_probs, noise, rule)
+    return walk_trees(trees, lambda row: _step(trees, row, law_at(row), noise, rule))
+
+
+def check_walk(trees: TreeBatch, target_probs: Tensor | TargetLaw, noise: WalkNoise, rule: Verification) -> TargetLaw:
+    """The target's law as a function, once the arguments of ``verify_trees`` fit together; it raises what that does."""
     if rule not in get_args(Verification):
         raise ValueError(f"rule must be one of {get_args(Verification)}, got {rule!r}")
     for name in ("accept_uniforms", "residual_uniforms", "lead_uniforms"):
@@ -77,8 +84,7 @@ def verify_trees(
         if not fits or (by_probe and shape[2] < trees.probes):
             least = [trees.batch_size, trees.rows, *([trees.probes] if by_probe else [])]
             raise ValueError(f"{name} must be at least {least}, got {list(shape)}")
-    law_at = _rows_of(trees, target_probs) if isinstance(target_probs, Tensor) else target_probs
-    return walk_trees(trees, lambda row: _step(trees, row, law_at(row), noise, rule))
+    return _rows_of(trees, target_probs) if isinstance(target_probs, Tensor) else target_probs
 
 
 def walk_trees(trees: TreeBatch, step_at: Callable[[Tensor], Step]) -> VerifyBatch:

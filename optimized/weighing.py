@@ -19,12 +19,12 @@ LOWS = (0.0, *KNOTS[:-1])  # where the segments of a curve begin, and how wide t
 WIDTHS = tuple(high - low for low, high in zip(LOWS, KNOTS, strict=True))
 
 
-def reaches(log_scores: Tensor, threshold: float | Fraction) -> Tensor:
-    """Which path scores, given as logarithms of any shape, are at least the threshold (> 0), which is not.
+def least_log_score(threshold: float | Fraction) -> float:
+    """What the logarithm of a path score must reach where the score must reach a threshold; -inf for one of 0.
 
     A sum of logarithms may lie below the logarithm of an equal product by its rounding; that much is forgiven.
     """
-    return log_scores >= math.log(threshold) - TIE
+    return math.log(threshold) - TIE if threshold > 0 else -math.inf
 
 
 class Chances(NamedTuple):
@@ -49,7 +49,7 @@ def slot_chances(weights: Weights, masses: Tensor, temperatures: Tensor) -> Chan
         temperatures: [batch] one per request.
     """
     device = temperatures.device
-    of_request = _curves(weights, device)[torch.bucketize(temperatures.double(), _constant(HOTTEST, device))]
+    of_request = curve_table(weights, device)[torch.bucketize(temperatures.double(), _constant(HOTTEST, device))]
     segment = torch.bucketize(masses, _constant(KNOTS, device)).clamp(max=len(KNOTS) - 1).flatten(1)
     found = of_request.gather(2, segment.unsqueeze(1).expand(-1, of_request.shape[1], -1))
     start, rise = found.unflatten(2, masses.shape[1:]).chunk(2, dim=1)
@@ -95,7 +95,7 @@ def lead_count(
 
 
 @kept
-def _curves(weights: Weights, device: torch.device) -> Tensor:
+def curve_table(weights: Weights, device: torch.device) -> Tensor:
     """[bands, 6, segments] where leads, probes and fills start in each segment, and how much they rise in it.
 
     A segment lies between two knots; the first begins at 0.

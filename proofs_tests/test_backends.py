@@ -10,6 +10,7 @@ import torch
 
 from optimized import backends
 from optimized.backends import TORCH, choose_backend, missing, unsupported
+from optimized.calibration import prior_weights
 from optimized.decoder import RheoDecoder
 from optimized.sampling_params import SamplingParams
 from proofs_tests.toy import random_logits
@@ -21,8 +22,18 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="CuPy launches on a CUDA device only")
 
 
-def test_auto_takes_torch_on_a_cpu() -> None:
+def test_auto_takes_numba_on_a_cpu_and_torch_where_that_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_backend("auto", CPU, RheoConfig()).name == "numba"
+    assert choose_backend("auto", CPU, RheoConfig(probes=3, tree_size="auto", weights=prior_weights())).name == "numba"
+    static = RheoConfig.static([(0,), (0, 0)])
+    assert choose_backend("auto", CPU, static) is TORCH
+    with pytest.raises(ValueError, match="backend='numba' has no kernels for static trees; backend='torch' can do it"):
+        choose_backend("numba", CPU, static)
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
     assert choose_backend("auto", CPU, RheoConfig()) is TORCH
+    with pytest.raises(ValueError, match=r"numba is not installed \(pip install numba\)"):
+        choose_backend("numba", CPU, RheoConfig())
+    assert missing("numba", CUDA)[-1] == "it runs on CPUs and the models are on cuda"
 
 
 def test_an_unknown_backend_is_refused() -> None:
@@ -51,17 +62,17 @@ def test_models_on_a_cpu_beside_a_device_are_told_apart_from_no_device(monkeypat
     assert missing("triton", CPU) == ["it needs a CUDA device and there is no CUDA device"]
 
 
-def test_importing_the_package_needs_neither_triton_nor_cupy() -> None:
-    """A finder that refuses both, in a fresh process; the interpreter's variable does not matter."""
+def test_importing_the_package_needs_neither_triton_nor_cupy_nor_numba() -> None:
+    """A finder that refuses them, in a fresh process; the interpreter's variable does not matter."""
     code = """
 import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("triton", "cupy"):
+        if name.split(".")[0] in ("triton", "cupy", "numba"):
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Refuse())
 import optimized, optimized.cli, optimized.decoder, optimized.backends
-assert not {"triton", "cupy"} & set(sys.modules)
+assert not {"triton", "cupy", "numba"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -92,7 +103,7 @@ def test_auto_leaves_what_the_kernels_cannot_hold_to_torch() -> None:
         assert unsupported("triton", RheoConfig(**change)) is None, change  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["triton", pytest.param("cupy", marks=NEEDS_CUDA)])
+@pytest.mark.parametrize("name", ["numba", "triton", pytest.param("cupy", marks=NEEDS_CUDA)])
 def test_a_whole_decode_is_the_same_on_every_backend(name: str) -> None:
     """Batches of mixed requests, roots alone at the prompts, some finished before others: the same tokens."""
     params = [SamplingParams(seed=b, temperature=(0.0, 0.7, 1.0)[b % 3], max_new_tokens=4 + b) for b in range(4)]

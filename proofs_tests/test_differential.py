@@ -1,4 +1,4 @@
-"""The batched Torch path against the reference, same noise: equal trees and equal tokens.
+"""The batched Torch and Numba paths against the reference, same noise: equal trees and equal tokens.
 
 A float decision may fall differently only where the reference reports a positive margin below ``MARGIN``; such cases
 are counted. Exact ties are decided by the rules and never excused.
@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 
 from optimized import slots
+from optimized.backends import TORCH, Backend, unsupported
 from optimized.growth import grow_trees
 from optimized.randomness import StepNoise, StepRandomness
 from optimized.slots import rank_logits
 from optimized.trees import TreeBatch
-from optimized.verification import verify_trees
 from proofs_tests.toy import ToyDrafter, random_logits, random_topology
 from reference import DraftTree, GrowthNoise, Margin, RheoConfig, VerifyNoise, grow_tree, verify
 
@@ -38,7 +38,7 @@ class Case:
     temperatures: NDArray[np.float64]
     noise: StepNoise
 
-    def grow(self) -> TreeBatch:
+    def grow(self, backend: Backend = TORCH) -> TreeBatch:
         vocab_map = self.drafter.vocab_map
         return grow_trees(
             self.config,
@@ -47,6 +47,7 @@ class Case:
             torch.from_numpy(self.temperatures),
             self.noise.probe_uniforms,
             None if vocab_map is None else torch.from_numpy(vocab_map),
+            backend.growth,
         )
 
     def reference_tree(self, b: int, margins: list[Margin]) -> DraftTree:
@@ -140,12 +141,12 @@ KINDS = ["one probe", "several probes", "static"]
         for block in range(10)
     ],
 )
-def test_grow_and_verify_equal_the_reference(block: int, kind: str) -> None:
+def test_grow_and_verify_equal_the_reference(block: int, kind: str, backend: Backend) -> None:
     """3,200 trees and walks, 1,280 of the later kinds; at most a handful may be inside the margin, none was seen."""
     inside = 0
     for seed in range(block * 40, block * 40 + 40):
         case = random_case(seed, kind)
-        trees = case.grow()
+        trees = case.grow(backend if unsupported(backend.name, case.config) is None else TORCH)
         assert not trees.draft_failed.any()
         rng = np.random.default_rng([seed, 1])
         references, targets = [], []
@@ -164,7 +165,7 @@ def test_grow_and_verify_equal_the_reference(block: int, kind: str) -> None:
                 np.testing.assert_allclose(law[positive], actual.probe_laws[row][1], rtol=1e-12)
             references.append(expected)
             targets.append(random_target(rng, expected, trees.rows, case.drafter.target_vocab))
-        walks = verify_trees(trees, torch.from_numpy(np.stack(targets)), case.noise, case.config.verification)
+        walks = backend.verify(trees, torch.from_numpy(np.stack(targets)), case.noise, case.config.verification)
         for b, (tree, target) in enumerate(zip(references, targets, strict=True)):
             margins = []
             expected_walk = verify(
@@ -212,11 +213,13 @@ def golden_logits(family: str, vocab: int, path: tuple[int, ...]) -> NDArray[np.
 
 
 @pytest.mark.parametrize("probes", [1, 2, pytest.param(3, marks=pytest.mark.deep), "static"])
-def test_golden_trees_full_of_ties_are_equal_to_the_last_node(probes: int | str) -> None:
+def test_golden_trees_full_of_ties_are_equal_to_the_last_node(probes: int | str, backend: Backend) -> None:
     """Every budget of trees in which nearly every comparison is an exact tie; nothing is excused."""
     vocab = 5
     ties = 0
     cases = static_tie_cases() if isinstance(probes, str) else tie_cases(probes)
+    if unsupported(backend.name, cases[0][1]) is not None:
+        pytest.skip("static trees run in Torch")
     for index, (family, config) in enumerate(cases):
         drafter = ToyDrafter([lambda path, family=family: golden_logits(family, vocab, path)], vocab)
         rows = config.tree_size + 1
@@ -224,35 +227,36 @@ def test_golden_trees_full_of_ties_are_equal_to_the_last_node(probes: int | str)
         case = Case(config, drafter, np.array([1.0]), noise.at(torch.tensor([0])))
         margins: list[Margin] = []
         expected = case.reference_tree(0, margins)
-        actual = case.grow().to_tree(0)
+        actual = case.grow(backend).to_tree(0)
         assert actual.key == expected.key, f"{family} {config}"
         ties += sum(margin.value == 0 for margin in margins)
     assert ties > 1000 or probes == "static", "a static tree ranks nothing"
 
 
-def test_golden_tree_of_several_probes_by_hand() -> None:
+def test_golden_tree_of_several_probes_by_hand(backend: Backend) -> None:
     """q = (1/2, 1/4, 1/8, 1/8), m = 1, K = 4: the probes' weights are min(1/2, z), what they leave, and so on."""
     config = RheoConfig(lead_tokens=1, branching=4, depth=1, tree_size=4, probes=2)
     logits = np.log(np.array([4, 2, 1, 1], dtype=np.float32))
     drafter = ToyDrafter([lambda path: logits], 4)
     # q~ = (1/2, 1/4, 1/4) over tokens 1, 2, 3. 0.6 draws 2; what is left are 1/2 and 1/4, and 0.7 of 3/4 draws 3.
     uniforms = torch.tensor([[[[0.6, 0.7]] * 4]], dtype=torch.float64)
-    tree = grow_trees(config, drafter.root_logits(), drafter.expand, torch.ones(1), uniforms).to_tree(0)
+    trees = grow_trees(config, drafter.root_logits(), drafter.expand, torch.ones(1), uniforms, steps=backend.growth)
+    tree = trees.to_tree(0)
     assert tree.key == ((0, 0, 0, False), (0, 1, 2, True), (0, 2, 3, True), (0, 3, 1, False))
     # z = 1/2 is the first probe's; it leaves 3/8 of it; the fill has its own.
     np.testing.assert_allclose(tree.scores, [1, 1 / 2, 1 / 2, 3 / 8, 1 / 4])
     # p = (0, 1/6, 1/2, 1/3): 0.999 q~(2) = 0.25 < 1/2 accepts the first probe.
     target = torch.tensor([[0, 1 / 6, 1 / 2, 1 / 3]], dtype=torch.float64).expand(1, 5, 4).clone()
     high, middle = torch.full((1, 5, 2), 0.999, dtype=torch.float64), torch.full((1, 5), 0.5, dtype=torch.float64)
-    walk = verify_trees(TreeBatch.from_trees([tree]), target, StepNoise(uniforms, high, middle, middle))
+    walk = backend.verify(TreeBatch.from_trees([tree]), target, StepNoise(uniforms, high, middle, middle))
     assert walk.rows[0].tolist() == [0, 2]
     # p = (0, 1/2, 0, 1/2): it is turned down, the residual is (0, 0, 0, 1/4) / (1/4), and the second probe accepted.
     target[:, 0] = torch.tensor([0, 1 / 2, 0, 1 / 2])
-    walk = verify_trees(TreeBatch.from_trees([tree]), target, StepNoise(uniforms, high, middle, middle))
+    walk = backend.verify(TreeBatch.from_trees([tree]), target, StepNoise(uniforms, high, middle, middle))
     assert walk.rows[0].tolist() == [0, 3]
     # p = (0, 1, 0, 0): both are turned down and the fill is what is left.
     target[:, 0] = torch.tensor([0.0, 1.0, 0.0, 0.0])
-    walk = verify_trees(TreeBatch.from_trees([tree]), target, StepNoise(uniforms, high, middle, middle))
+    walk = backend.verify(TreeBatch.from_trees([tree]), target, StepNoise(uniforms, high, middle, middle))
     assert walk.rows[0].tolist() == [0, 4]
     assert walk.probes_offered[0].tolist() == [True, False]
     assert walk.probes_accepted[0].tolist() == [False, False]
@@ -273,12 +277,12 @@ def test_golden_static_tree_by_hand() -> None:
     assert greedy.key == ((0, 0, 0, False), (0, 1, 1, False), (2, 0, 2, False))
 
 
-def test_golden_tree_by_hand() -> None:
+def test_golden_tree_by_hand(backend: Backend) -> None:
     """Uniform law over four tokens, K = 3, m = 1: every weight is 1/4, so level, rank and slot alone decide."""
     config = RheoConfig(lead_tokens=1, branching=3, depth=2, tree_size=5, beam=2)
     drafter = ToyDrafter([lambda path: np.zeros(4, dtype=np.float32)], 4)
     uniforms = torch.tensor([[[0.7, 0.0], [0.4, 0.9]]], dtype=torch.float64)
-    trees = grow_trees(config, drafter.root_logits(), drafter.expand, torch.ones(1), uniforms)
+    trees = grow_trees(config, drafter.root_logits(), drafter.expand, torch.ones(1), uniforms, steps=backend.growth)
     # Root: lead 0; u = 0.7 over tokens 1, 2, 3 of mass 1/3 each draws 3; the fill is 1.
     # The beam holds the lead and the probe. Under the lead u = 0.4 draws 2: slots 0, 2, 1, of which two fit.
     assert trees.to_tree(0).key == (
@@ -332,25 +336,26 @@ def test_a_row_without_a_draft_costs_the_others_nothing() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, "all -inf"])
-def test_a_failing_draft_is_reported_for_its_own_request_only(bad: float | str) -> None:
+def test_a_failing_draft_is_reported_for_its_own_request_only(bad: float | str, backend: Backend) -> None:
     config = RheoConfig(branching=2, depth=2, tree_size=4)
     root = torch.zeros(3, 5)
     root[1] = torch.full((5,), -torch.inf) if bad == "all -inf" else root[1]
     if bad != "all -inf":
         root[1, 3] = bad  # type: ignore[assignment]
-    trees = grow_trees(config, root, lambda nodes: torch.zeros(3, 2, 5), torch.ones(3), torch.zeros(3, 2, 2))
+    uniforms = torch.zeros(3, 2, 2)
+    trees = grow_trees(config, root, lambda nodes: torch.zeros(3, 2, 5), torch.ones(3), uniforms, steps=backend.growth)
     assert trees.draft_failed.tolist() == [False, True, False]
     assert trees.to_tree(0).key == trees.to_tree(2).key
     assert len(trees.to_tree(1)) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_trees_survive_the_round_trip(kind: str) -> None:
+def test_trees_survive_the_round_trip(kind: str, backend: Backend) -> None:
     """Packed again with laws of different lengths: equal nodes, scores, laws, ancestors, and equal walks."""
     probes = 0
     for seed in range(40):
         case = random_case(seed, kind)
-        trees = case.grow()
+        trees = case.grow(backend if unsupported(backend.name, case.config) is None else TORCH)
         originals = [trees.to_tree(b) for b in range(BATCH)]
         packed = TreeBatch.from_trees(originals)
         assert packed.probes <= trees.probes
@@ -373,15 +378,15 @@ def test_trees_survive_the_round_trip(kind: str) -> None:
         rng = np.random.default_rng([seed, 2])
         targets = [random_target(rng, tree, trees.rows, case.drafter.target_vocab) for tree in originals]
         target = torch.from_numpy(np.stack(targets))
-        walks = verify_trees(trees, target, case.noise, case.config.verification)
-        again = verify_trees(packed, target[:, : packed.rows], case.noise, case.config.verification)
+        walks = backend.verify(trees, target, case.noise, case.config.verification)
+        again = backend.verify(packed, target[:, : packed.rows], case.noise, case.config.verification)
         width = again.token_ids.shape[1]
         assert torch.equal(walks.token_ids[:, :width], again.token_ids)
         assert torch.equal(walks.rows[:, :width], again.rows)
     assert probes > 100
 
 
-def test_a_residual_is_right_where_packing_padded_the_probes_law() -> None:
+def test_a_residual_is_right_where_packing_padded_the_probes_law(backend: Backend) -> None:
     """Two laws of different length, token 0 in the shorter: its residual must lose q~(0) however padding is written."""
     short = DraftTree((-1, 2), (-1, 0), (0, 1), (0, 0), (False, True), (1.0, 0.5), {0: ((2, 0), np.array([0.4, 0.6]))})
     long = DraftTree(
@@ -391,7 +396,7 @@ def test_a_residual_is_right_where_packing_padded_the_probes_law() -> None:
     for uniform in np.linspace(0, 0.999, 50):
         rows = torch.full((2, 2), uniform, dtype=torch.float64)
         noise = StepNoise(rows, torch.full_like(rows, 0.999), rows, rows)  # the probe is turned down
-        walk = verify_trees(TreeBatch.from_trees([short, long]), target, noise)
+        walk = backend.verify(TreeBatch.from_trees([short, long]), target, noise)
         assert int(walk.token_ids[0, 0]) == 1  # max(0, p - q~) = (0, .3, 0)
 
 
@@ -417,19 +422,21 @@ def test_grow_trees_says_which_shape_is_wrong(change: dict[str, object], message
         grow_trees(RheoConfig(branching=2, depth=2), **(arguments | change))  # type: ignore[arg-type]
 
 
-def test_several_probes_need_a_uniform_each() -> None:
+def test_several_probes_need_a_uniform_each(backend: Backend) -> None:
     config = RheoConfig(branching=3, depth=2, tree_size=4, probes=2)
     root = torch.zeros(3, 5)
 
     def grow(uniforms: torch.Tensor) -> TreeBatch:
-        return grow_trees(config, root, lambda nodes: torch.zeros(3, 3, 5), torch.ones(3), uniforms)
+        return grow_trees(
+            config, root, lambda nodes: torch.zeros(3, 3, 5), torch.ones(3), uniforms, steps=backend.growth
+        )
 
     with pytest.raises(ValueError, match=r"probe_uniforms must be at least \[3, 2, 3, 2\], got \[3, 2, 3\]"):
         grow(torch.zeros(3, 2, 3))
     trees = grow(torch.zeros(3, 2, 3, 2))
     rows = torch.zeros(3, 5, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"accept_uniforms must be at least \[3, 5, 2\], got \[3, 5\]"):
-        verify_trees(trees, torch.full((3, 5, 5), 0.2), StepNoise(rows, rows, rows, rows))
+        backend.verify(trees, torch.full((3, 5, 5), 0.2), StepNoise(rows, rows, rows, rows))
     tree = trees.to_tree(0)
     with pytest.raises(ValueError, match=r"accept_uniforms has 1 column\(s\), the tree has a node with 2 probes"):
         verify(tree, np.full((5, 5), 0.2), VerifyNoise(np.zeros(5), np.zeros(5), np.zeros(5)))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from optimized import weighing
-from optimized.growth import grow_trees
+from optimized.backends import Backend
 from proofs_tests.brute_force import outcomes
 from proofs_tests.laws import random_case as random_exact_case
 from proofs_tests.laws import sizes
@@ -62,7 +62,7 @@ def test_the_law_is_the_targets_whatever_the_curves(size: int) -> None:
 
 
 @sizes(60, 1500)
-def test_batched_trees_equal_the_reference(size: int) -> None:
+def test_batched_trees_equal_the_reference(size: int, backend: Backend) -> None:
     """Equal noise, equal trees; a difference only where a float decision was within the margin."""
     rng = random.Random(11)
     inside = nodes = 0
@@ -78,14 +78,7 @@ def test_batched_trees_equal_the_reference(size: int) -> None:
             score_threshold=rng.choice((0, 0.03, 0.2)),
             level_threshold=rng.choice((0, 0.1, 0.3)),
         )
-        trees = grow_trees(
-            case.config,
-            case.drafter.root_logits(),
-            case.drafter.expand,
-            torch.from_numpy(case.temperatures),
-            case.noise.probe_uniforms,
-            None if case.drafter.vocab_map is None else torch.from_numpy(case.drafter.vocab_map),
-        )
+        trees = case.grow(backend)
         for b in range(BATCH):
             margins: list[Margin] = []
             expected, actual = case.reference_tree(b, margins), trees.to_tree(b)

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from optimized.cli.console import out
 
-PACKAGES = ("rheosampling", "torch", "transformers", "numpy", "scipy", "triton", "cupy")
+PACKAGES = ("rheosampling", "torch", "transformers", "numpy", "scipy", "numba", "triton", "cupy")
 CUPY_PACKAGES = ("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x")  # one module, distributed under several names
 
 
@@ -76,7 +76,7 @@ def backends() -> dict[str, str]:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = choose_backend("auto", device, RheoConfig()).name
-    found = {name: "; ".join(missing(name, device)) or "can run" for name in ("torch", "triton", "cupy")}
+    found = {name: "; ".join(missing(name, device)) or "can run" for name in ("torch", "numba", "triton", "cupy")}
     found[chosen] += f", used on {device} unless another is asked for"
     return found
 

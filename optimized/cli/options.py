@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 EMBEDDED = "embedded"
 DTypeName = Literal["float32", "bfloat16", "float16"]
-BackendName = Literal["auto", "torch", "triton", "cupy"]  # as in optimized.backends, which imports torch
+BackendName = Literal["auto", "torch", "numba", "triton", "cupy"]  # as in optimized.backends, which imports torch
 
 PROMPT, SAMPLING, TREE, MODEL, OUTPUT = "Prompt", "Sampling", "Tree", "Model", "Output"
 
