@@ -29,7 +29,7 @@ help:
 	@echo "make docs      build the documentation into site/"
 	@echo "make kernel-table write what the kernels use of a chip into the documentation"
 	@echo "make mutants   write the table of mutants into the documentation"
-	@echo "make breaks    break a copy of the real code in fifteen ways, and see which test says so"
+	@echo "make breaks    break a copy of the real code in two dozen ways, and see which test says so"
 	@echo "make figures   redraw docs/figures/*.svg from the reference"
 	@echo "make clean     remove caches and built files, and .venv"
 

@@ -43,8 +43,8 @@ class RheoDecoder:
         tokenizer: of the target; needed for text prompts, for text in the results and for stop strings.
         config: how trees are grown and verified.
         max_batch_size: how many requests run side by side; longer lists are worked off in groups of this size.
-        backend: who does the sampling side, "torch", "numba", "triton" or "cupy"; "auto" takes the best that can run here. The
-            attribute ``backend.name`` says which it is.
+        backend: who does the sampling side, "torch", "numba", "triton" or "cupy"; "auto" takes the best that can run
+            here. The attribute ``backend.name`` says which it is.
         calibrator: learns the path scores' weights while decoding; its weights take the place of ``config.weights`` and
             are renewed every eight steps, shared by all requests. Texts keep their law, but what a seed gives then
             depends on what was decoded before: weights must not meet the random numbers again that shaped them, so

@@ -63,8 +63,16 @@ def level_slots(
         float(config.node_price),
         TIE,
     )
-    slots = map(torch.from_numpy, found)
-    return LevelSlots(*slots, masses=None if config.weights is None else torch.from_numpy(masses))
+    token_ids, log_scores, is_probe, law_ids, law, failed = map(torch.from_numpy, found)
+    return LevelSlots(
+        token_ids,
+        log_scores,
+        is_probe,
+        law_ids,
+        law,
+        failed,
+        masses=None if config.weights is None else torch.from_numpy(masses),
+    )
 
 
 def select_beam(config: RheoConfig, slots: LevelSlots, depth: int) -> Beam:

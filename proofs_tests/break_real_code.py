@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("reference", "optimized", "kernels", "proofs_tests", "pyproject.toml")
+COPIED = ("conftest.py", "reference", "optimized", "kernels", "proofs_tests", "pyproject.toml")
 SUITES = {
     "exact": ["proofs_tests/test_exact_law.py", "proofs_tests/test_several_probes.py"],
     "same noise": ["proofs_tests/test_differential.py"],
@@ -87,6 +87,39 @@ EDITS = [
     Edit("accept with <=", "optimized/verification.py", ((
         "* q_probe < law.gather(1, token))",
         "* q_probe <= law.gather(1, token))"),)),
+    Edit("ranking ties by token id", "kernels/cpu/tree.py", ((
+        "kept = np.empty((batch, size), np.int64)",
+        "log_scores = log_scores - 1e-13 * token_ids\n    kept = np.empty((batch, size), np.int64)"),)),
+    Edit("a fill before the probe", "kernels/cpu/slots.py", ((
+        "    following = m\n",
+        "    following = m\n    order = np.arange(num_slots)\n    if drawn == 1 and m + 1 < num_slots:\n"
+        "        order[m], order[m + 1] = m + 1, m\n"), (
+        "    for slot in range(num_slots):\n        if slot < m or drawn == 0:",
+        "    for number in range(num_slots):\n        slot = order[number]\n        if slot < m or drawn == 0:"), (
+        "slots.is_probe[b, node, slot] = True",
+        "slots.is_probe[b, node, number] = True"), (
+        "slots.token_ids[b, node, slot] = ids[place]",
+        "slots.token_ids[b, node, number] = ids[place]"), (
+        "slots.log_scores[b, node, slot] = reached",
+        "slots.log_scores[b, node, number] = reached"))),
+    Edit("q for q~", "kernels/cpu/slots.py", ((
+        "softmax(kept, m, ranked, divisor, law)",
+        "softmax(kept, m, ranked, 1.0, law)"),)),
+    Edit("residual sampled from p", "kernels/cpu/walk.py", ((
+        "max(law[probe_ids[place]] - left[place], 0.0)",
+        "law[probe_ids[place]]"),)),
+    Edit("accept with <=", "kernels/cpu/walk.py", ((
+        "mass_of(token, probe_ids, left) < law[token]",
+        "mass_of(token, probe_ids, left) <= law[token]"),)),
+    Edit("second probe's q~ not renormalised", "kernels/cpu/walk.py", ((
+        "return left / total if total > 0 else left",
+        "return left"),)),
+    Edit("probes drawn with replacement", "kernels/cpu/slots.py", ((
+        "        left[places[drawn]] = 0.0\n",
+        ""),)),
+    Edit("a tile's end taken for its beginning", "kernels/cpu/walk.py", ((
+        "if cumulative + tiles[tile] > point or",
+        "if cumulative + tiles[tile] >= point or"),)),
     Edit("second probe's q~ not renormalised", "reference/tree.py", ((
         "return token_ids, left / total if total > 0 else left",
         "return token_ids, left"),)),
@@ -107,12 +140,16 @@ EDITS = [
 ]  # fmt: skip
 
 
-def copy_tree(to: Path) -> None:
+def copy_tree(to: Path, kernels: Path | None = None) -> None:
+    """Copy what is tested, with the kernels below the name by which they are imported, or with those of another copy,
+    which need not be compiled again.
+    """
     for name in COPIED:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, to / name)
+    (to / "optimized" / "kernels").symlink_to(kernels or to / "kernels")
 
 
 def red_tests(root: Path, suites: list[str]) -> dict[str, str]:
@@ -155,7 +192,7 @@ def main() -> None:
             if only not in f"{edit.bug} {edit.file}":
                 continue
             broken = Path(scratch) / f"broken{number}"
-            copy_tree(broken)
+            copy_tree(broken, None if edit.file.startswith("kernels") else clean / "kernels")
             edit.apply(broken)
             suites = [suite for suite in SUITES if suite != "exact" or edit.file.startswith("reference")]
             red = red_tests(broken, suites)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from optimized.backends import Backend, unsupported
 from optimized.calibration import prior_weights
 from optimized.evidence.batched import STATIC, MarkovCase, StaticTree
 from optimized.evidence.markov import BLOCK, block_counts, block_law, sample_blocks, target_law
@@ -21,7 +22,6 @@ from optimized.growth import grow_trees
 from optimized.randomness import StepNoise
 from optimized.sampling_params import SamplingParams
 from optimized.trees import TreeBatch
-from optimized.verification import verify_trees
 from proofs_tests.statistics import Family
 from reference.api import DraftLaw, GrowthNoise, RheoConfig, VerifyNoise
 from reference.growth import grow_tree
@@ -92,12 +92,16 @@ SINGLE_TV = {1: 0.07, 10: 0.03}  # by how many times ``DRAWS_PER_RULE`` are draw
 EVERYTHING_TV = {1: {1: 0.008, 2: 0.012, 3: 0.017}, 10: {1: 0.003, 2: 0.004, 3: 0.007}}  # and by the first tokens
 
 
-def sampled_counts(case: SizedCase, rule: str, draws: int, first_seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def sampled_counts(
+    case: SizedCase, rule: str, draws: int, first_seed: int, backend: Backend
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """Counts and law of each of the case's groups of parameters."""
     model, config = case.model(), case.rheo_config(rule)
+    name = backend.name if unsupported(backend.name, config) is None else "torch"
     counts = [np.zeros(model.vocab_size**BLOCK, dtype=np.int64) for _ in case.params]
     for start in range(first_seed, first_seed + draws, CHUNK):
-        blocks = sample_blocks(model, config, case.params, range(start, min(start + CHUNK, first_seed + draws)))
+        seeds = range(start, min(start + CHUNK, first_seed + draws))
+        blocks = sample_blocks(model, config, case.params, seeds, backend=name)
         for group, count in enumerate(counts):
             count += block_counts(blocks[group :: len(counts)], model.vocab_size)
     return [(count, block_law(model, params)) for count, params in zip(counts, case.params, strict=True)]
@@ -108,12 +112,12 @@ def first_tokens(values: np.ndarray, vocab_size: int, tokens: int) -> np.ndarray
     return values.reshape(vocab_size**tokens, -1).sum(axis=1)
 
 
-def check_rule(family: Family, rule: str, scale: int, seed: int) -> list[tuple[str, Comparison]]:
+def check_rule(family: Family, rule: str, scale: int, seed: int, backend: Backend) -> list[tuple[str, Comparison]]:
     """Every case under one rule; ``scale`` multiplies the draws. Each group, then all of them together."""
     groups: list[tuple[int, np.ndarray, np.ndarray]] = []
     report = []
     for index, case in enumerate(cases_of(rule)):
-        sampled = sampled_counts(case, rule, case.draws * scale, seed + index * SEEDS_PER_CASE)
+        sampled = sampled_counts(case, rule, case.draws * scale, seed + index * SEEDS_PER_CASE, backend)
         for params, (counts, law) in zip(case.params, sampled, strict=True):
             label = f"{rule}, {case.name}, {asked(params)}"
             report.append((label, family.compare(label, counts, law, min_detectable_tv=SINGLE_TV[scale])))
@@ -160,19 +164,19 @@ def test_cases_cover_what_they_should():
 
 @pytest.mark.lossless
 @pytest.mark.parametrize("rule", RULES)
-def test_batched_path_emits_the_target_law(rule, record_property):
+def test_batched_path_emits_the_target_law(rule, backend, record_property):
     """A million blocks of three tokens per rule."""
-    with Family(f"chi square {rule}", number_of_tests(rule)) as family:
-        report = check_rule(family, rule, 1, seed=1 + RULES.index(rule) * 2**60)
+    with Family(f"chi square {backend.name} {rule}", number_of_tests(rule)) as family:
+        report = check_rule(family, rule, 1, 1 + RULES.index(rule) * 2**60, backend)
     record_property("comparisons", [f"{label}: {comparison}" for label, comparison in report])
 
 
 @pytest.mark.lossless
 @pytest.mark.deep
-def test_batched_path_emits_the_target_law_ten_times_as_long():
-    with Family("chi square deep", number_of_tests(*RULES)) as family:
+def test_batched_path_emits_the_target_law_ten_times_as_long(backend):
+    with Family(f"chi square deep {backend.name}", number_of_tests(*RULES)) as family:
         for index, rule in enumerate(RULES):
-            check_rule(family, rule, 10, seed=3 * 2**62 + index * 2**58)
+            check_rule(family, rule, 10, 3 * 2**62 + index * 2**58, backend)
 
 
 def test_tree_contexts_are_those_of_the_paths():
@@ -201,7 +205,7 @@ def test_target_law_by_hand():
 @pytest.mark.lossless
 @pytest.mark.parametrize("probes", [1, 2])
 @pytest.mark.parametrize("rule", ["rheo", "rrsw"])
-def test_uniform_of_zero_accepts_and_draws_nothing_impossible(rule, probes):
+def test_uniform_of_zero_accepts_and_draws_nothing_impossible(rule, probes, backend):
     """Uniforms of exactly 0 come up once in 2**24; with ``<=`` for ``<`` they would emit tokens of probability 0."""
     config = RheoConfig(lead_tokens=1, branching=3, depth=1, tree_size=3, probes=probes)
     draft = DraftLaw(np.array([0.5, 0.25, 0.125, 0.125]), np.array([0.5, 0.25, 0.125, 0.125]))
@@ -218,6 +222,6 @@ def test_uniform_of_zero_accepts_and_draws_nothing_impossible(rule, probes):
         none = torch.zeros(1, 4, dtype=torch.float64)
         accept = torch.zeros(1, 4, probes, dtype=torch.float64)
         noise = StepNoise(torch.zeros(1, 1, 3, probes, dtype=torch.float64), accept, none, none)
-        walk = verify_trees(batch, torch.from_numpy(laws)[None], noise, rule)
+        walk = backend.verify(batch, torch.from_numpy(laws)[None], noise, rule)
         assert walk.token_ids[0].tolist() == [3, -1]
         assert not walk.probes_accepted.any()

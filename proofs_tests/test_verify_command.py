@@ -35,7 +35,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> dict[str, Any]:
 
     def from_pretrained(target: str, draft: str | None, config: RheoConfig, **where: Any) -> RheoDecoder:
         asked.update(target=target, draft=draft, config=config, **where)
-        asked["decoder"] = tiny_decoder(config)
+        asked["decoder"] = tiny_decoder(config, where["backend"])
         return asked["decoder"]
 
     monkeypatch.setattr(RheoDecoder, "from_pretrained", from_pretrained)
@@ -54,10 +54,10 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
 
 
-def tiny_decoder(config: RheoConfig) -> RheoDecoder:
+def tiny_decoder(config: RheoConfig, backend: Any = "auto") -> RheoDecoder:
     target, draft = TargetModel(tiny_model(1, 2)), tiny_model(1, 2)
     draft.model.norm.weight.data *= 6  # of the logits
-    return RheoDecoder(target, CausalDrafter(draft, target.vocab_size), byte_tokenizer(), config)
+    return RheoDecoder(target, CausalDrafter(draft, target.vocab_size), byte_tokenizer(), config, backend=backend)
 
 
 def rheo_verify(*arguments: str) -> Result:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from optimized.backends import TORCH, Backend
+from optimized.backends import BackendName, choose_backend
 from optimized.growth import grow_trees
 from optimized.randomness import StepNoise, StepRandomness
 from optimized.sampling_params import SamplingParams
@@ -93,7 +93,7 @@ def sample_blocks(
     with_noise: Callable[[StepNoise], StepNoise] = _unchanged,
     step_counter: Callable[[int], int] = _own_steps,
     on_walks: Callable[[VerifyBatch], None] | None = None,
-    backend: Backend = TORCH,
+    backend: BackendName = "auto",
 ) -> NDArray[np.int64]:
     """The first ``BLOCK`` tokens of one request per seed, all in one batch; request b has ``params[b % len(params)]``.
 
@@ -104,13 +104,14 @@ def sample_blocks(
         seeds: one request each.
         with_noise, step_counter: for deliberately wrong variants, which tamper with the noise or with its counter.
         on_walks: is shown every step's walks.
-        backend: who grows and verifies.
+        backend: who grows and verifies; as of ``RheoDecoder``.
 
     Returns:
         [requests, BLOCK] token ids.
     """
     batch = len(seeds)
     device = torch.device("cpu")
+    steps = choose_backend(backend, device, config)
     rows = config.budget + 1
     randomness = StepRandomness(list(seeds), config.depth, config.beam_width, rows, probes=config.probes)
     asked = [params[b % len(params)] for b in range(batch)]
@@ -129,12 +130,12 @@ def sample_blocks(
             laws_of.temperatures,
             noise.probe_uniforms,
             model.vocab_map,
-            backend.growth,
+            steps.growth,
         )
         assert not trees.draft_failed.any()
         logits = model.target_logits[model.tree_contexts(trees, roots)]
         laws = TargetLaws(logits, laws_of, trees)
-        walks = backend.verify(trees, laws, noise, config.verification)
+        walks = steps.verify(trees, laws, noise, config.verification)
         assert not laws.bad.any()
         if on_walks is not None:
             on_walks(walks)
