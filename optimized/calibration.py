@@ -27,20 +27,23 @@ from optimized.verification import VerifyBatch
 from reference.weights import BANDS, KNOTS, LEAST, MOST_LEADS, Curve, Curves, Weights, band_of
 
 KINDS = ("lead", "probe", "fill")
+FURTHER = 9  # probes behind the first whose shares are learned
+PRIOR_CHANCES = 4.0  # what the prior's shares count for: so many first probes that are sure to be accepted
 PRIOR_POINTS = 20.0  # what the prior counts for at each knot, in observed points
-FORMAT = 2
+FORMAT = 3
 
 
 def prior_weights() -> Weights:
     """What an EAGLE-3 head of middling quality is worth, where nothing has been seen yet.
 
     A lead is accepted with three quarters of its mass, a fill with two fifths; a probe with half of what its
-    likeliest token has, and a sixteenth for the others.
+    likeliest token has, and a sixteenth for the others; the second probe with a third of that, the third with a sixth.
     """
     lead = Curve(tuple(0.75 * knot for knot in KNOTS))
     fill = Curve(tuple(0.4 * knot for knot in KNOTS))
     probe = Curve(tuple(min(2 * knot, 0.0625 + 0.5 * knot) for knot in KNOTS))
-    return Weights((Curves(lead, probe, fill),) * len(BANDS), "prior")
+    further = tuple(1 / (3 * probe) for probe in range(1, FURTHER + 1))
+    return Weights((Curves(lead, probe, fill, further),) * len(BANDS), "prior")
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +78,8 @@ class Calibrator:
         self.requests = 0 if prior is None else zlib.crc32(repr(prior.bands).encode()) << 32
         shape = (len(BANDS), len(KINDS), len(KNOTS))
         self._counts = np.full(shape, PRIOR_POINTS)
+        shares = [[float(band.share(probe)) for probe in range(FURTHER + 1)] for band in self.prior.bands]
+        self._probe_chances = PRIOR_CHANCES * np.array(shares)  # summed over nodes, of every probe in turn
         self._sums = PRIOR_POINTS * np.array(
             [[[float(v) for v in getattr(band, kind).values] for kind in KINDS] for band in self.prior.bands]
         )
@@ -106,6 +111,11 @@ class Calibrator:
         of_request = np.array([band_of(float(temperature)) for temperature in temperatures.tolist()], dtype=np.int64)
         for kind, points in enumerate(_points(nodes, of_request[nodes.requests], branching)):
             self._add(kind, points)
+        if trees.probes > 1:
+            sampled = of_request[nodes.requests] > 0
+            leads = min(1, nodes.masses.shape[1] - 1)
+            chances = nodes.probes(leads, FURTHER + 1, np.random.default_rng(self.points))
+            np.add.at(self._probe_chances, of_request[nodes.requests][sampled], chances[sampled])
 
     def _add(self, kind: int, points: Points) -> None:
         knots = np.array(KNOTS)
@@ -121,7 +131,8 @@ class Calibrator:
     def weights(self) -> Weights:
         """The curves by everything seen so far."""
         bands = [
-            Curves(**{kind: self._curve(band, index) for index, kind in enumerate(KINDS)}) for band in range(len(BANDS))
+            Curves(**{kind: self._curve(band, index) for index, kind in enumerate(KINDS)}, further=self._further(band))
+            for band in range(len(BANDS))
         ]
         return Weights(tuple(bands), f"{self.source}, {self.points} points")
 
@@ -129,6 +140,10 @@ class Calibrator:
         counts = self._counts[band, kind]
         rising = isotonic_regression(self._sums[band, kind] / counts, weights=counts).x
         return Curve(tuple(float(value) for value in np.maximum.accumulate(rising.clip(LEAST, 1.0))))
+
+    def _further(self, band: int) -> tuple[float, ...]:
+        first, *later = self._probe_chances[band]
+        return tuple(float(share) for share in np.minimum.accumulate((np.array(later) / first).clip(LEAST, 1.0)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +166,28 @@ class WalkedNodes:
         law = np.divide(self.masses[:, m:], mass, out=np.zeros_like(self.masses[:, m:]), where=mass > 0)
         target_probs = self.target_probs[:, m:]
         return np.minimum(target_probs, law).sum(axis=1), np.maximum(target_probs - law, 0)
+
+    def probes(self, m: int, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
+        """Behind m leads: [n, count] the chance that the walk goes on through the first probe, the second and so on.
+
+        Each is exact but for the earlier ones' tokens, which are drawn here. Those of greedy requests say nothing.
+        """
+        left, target_probs = self.masses[:, m:].copy(), self.target_probs[:, m:].copy()
+        alive, rows = np.ones(len(left)), np.arange(len(left))
+        chances = np.zeros((len(left), count))
+        for probe in range(count):
+            total = left.sum(axis=1, keepdims=True)
+            law = np.divide(left, total, out=np.zeros_like(left), where=total > 0)
+            overlap = np.minimum(target_probs, law).sum(axis=1, keepdims=True)
+            chances[:, probe] = alive * overlap[:, 0]
+            cumulative = law.cumsum(axis=1)
+            token = (cumulative > rng.random((len(left), 1)) * cumulative[:, -1:]).argmax(axis=1)
+            q, p = law[rows, token], target_probs[rows, token]
+            alive *= np.where(q > p, 1 - np.divide(p, q, out=np.ones_like(p), where=q > 0), 0.0)
+            rest = np.maximum(target_probs - law, 0)
+            target_probs = np.divide(rest, 1 - overlap, out=np.zeros_like(rest), where=overlap < 1)
+            left[rows, token] = 0
+        return chances
 
 
 def walked_nodes(trees: TreeBatch, walk: VerifyBatch, laws: list[Tensor]) -> WalkedNodes:
@@ -198,7 +235,11 @@ def _together(parts: Sequence[Points]) -> Points:
 def save_weights(weights: Weights, path: Path, provenance: dict[str, str]) -> None:
     """Write weights as a small JSON file with where they come from."""
     bands = [
-        {"up_to_temperature": str(bound), **{kind: list(map(float, getattr(band, kind).values)) for kind in KINDS}}
+        {
+            "up_to_temperature": str(bound),
+            **{kind: list(map(float, getattr(band, kind).values)) for kind in KINDS},
+            "further": list(map(float, band.further)),
+        }
         for bound, band in zip(BANDS, weights.bands, strict=True)
     ]
     content = {"format": FORMAT, "source": weights.source, "provenance": provenance, "knots": KNOTS, "bands": bands}
@@ -223,7 +264,10 @@ def load_weights(path: Path | str) -> Weights:
         content = read_json(weights_file(path))
         if content["format"] != FORMAT or tuple(content["knots"]) != KNOTS:
             raise ValueError(f"it is of format {content['format']} with {len(content['knots'])} knots")
-        bands = [Curves(**{kind: Curve(tuple(band[kind])) for kind in KINDS}) for band in content["bands"]]
+        bands = [
+            Curves(**{kind: Curve(tuple(band[kind])) for kind in KINDS}, further=tuple(band["further"]))
+            for band in content["bands"]
+        ]
         return Weights(tuple(bands), f"{path}: {content['source']}")
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} holds no calibrated weights ({error}); `rheo calibrate` writes such files") from error

@@ -20,12 +20,13 @@ from optimized.kernels.cpu import walk as walk_kernels
 from optimized.slots import LevelSlots
 from optimized.trees import LevelNodes, TreeBatch
 from optimized.verification import TargetLaw, VerifyBatch, WalkNoise, check_walk
-from optimized.weighing import HOTTEST, LOWS, TIE, WIDTHS, curve_table, least_log_score
+from optimized.weighing import HOTTEST, LOWS, TIE, WIDTHS, curve_table, least_log_score, probe_shares
 from reference.api import GREEDY_TEMPERATURE, RheoConfig, Verification
 from reference.weights import KNOTS, LEAST, MOST_LEADS
 
 SEGMENTS = np.array([KNOTS, LOWS, WIDTHS])
 NO_CURVES = np.zeros((0, 6, len(KNOTS)))
+NO_SHARES = np.zeros((0, 0))
 NO_MAP = np.zeros(0, dtype=np.int64)
 
 
@@ -39,10 +40,13 @@ def level_slots(
 ) -> LevelSlots:
     """``optimized.slots.level_slots`` in Numba; not for static trees."""
     room = min(config.branching, config.draft_support, logits.shape[-1]) - config.fewest_leads
-    of_request = temperatures.double().numpy()
-    values = NO_CURVES
+    of_request = _array(temperatures.double())
+    draws = max(min(config.probes, room), 0) if config.proposal == "rheo" else 0
+    values, shares = NO_CURVES, NO_SHARES
     if config.weights is not None:
-        values = curve_table(config.weights, temperatures.device).numpy()[np.searchsorted(HOTTEST, of_request)]
+        bands = np.searchsorted(HOTTEST, of_request)
+        values = curve_table(config.weights, temperatures.device).numpy()[bands]
+        shares = probe_shares(config.weights, config.probes, temperatures.device).numpy()[bands]
     *found, masses = slot_kernels.level_slots(
         _array(logits.float()),
         _array(parent_scores),
@@ -53,10 +57,11 @@ def level_slots(
         MOST_LEADS,
         config.branching,
         config.draft_support,
-        max(min(config.probes, room), 0) if config.proposal == "rheo" else 0,
+        draws,
         GREEDY_TEMPERATURE,
         least_log_score(config.score_threshold),
         values,
+        shares,
         SEGMENTS,
         LEAST,
         config.verification == "rheo",

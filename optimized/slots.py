@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from optimized.ranges import arange, between, constant
-from optimized.weighing import Chances, lead_count, least_log_score, slot_chances
+from optimized.weighing import Chances, band_of, lead_count, least_log_score, probe_shares, slot_chances
 from reference.api import GREEDY_TEMPERATURE, RheoConfig
 
 
@@ -142,10 +142,11 @@ def level_slots(
     if config.weights is not None:
         masses = torch.where(ranked, torch.softmax(tempered, dim=-1), 0.0)
         chances = slot_chances(config.weights, masses, temperatures)
+        shares = probe_shares(config.weights, config.probes, logits.device)[band_of(temperatures)]
         lead_weights = chances.lead
         if config.lead_tokens == "auto":
             drawable = (masses > 0).sum(dim=-1, keepdim=True)
-            m = lead_count(chances, drawable, num_slots, branching, parent_scores, float(config.node_price))
+            m = lead_count(chances, drawable, num_slots, branching, parent_scores, float(config.node_price), shares)
     if probing:
         has_probe = sampled & (num_slots > m)
         tail = ranked & between(m, support, support, logits.device)
@@ -155,9 +156,10 @@ def level_slots(
 
         free = chances is not None and config.verification == "rheo"  # rrsw verifies in the order of the weights
         ceiling = torch.ones_like(q[..., :1]) if free else _last_lead(lead_weights, m, chances is None)
-        worth = q * tail if chances is None else chances.probe
-        calibrated = chances is not None
-        drawn = _draw_probes(law, worth, calibrated, ceiling, has_probe, num_slots - m, uniforms, draws)
+        promises: Tensor | None = None
+        if chances is not None:
+            promises = chances.probe.gather(-1, law.argmax(dim=-1, keepdim=True)) * shares.unsqueeze(1)
+        drawn = _draw_probes(law, q * tail, promises, ceiling, has_probe, num_slots - m, uniforms, draws)
         # Behind the probes stand the ranked tokens in order, passing over those that were drawn.
         behind = schedule - (drawn.exists.long() if draws == 1 else drawn.exists.sum(dim=-1, keepdim=True))
         passed = torch.where(drawn.exists, drawn.places, support + branching)
@@ -219,8 +221,8 @@ class _Draws:
 
 def _draw_probes(
     law: Tensor,
-    worth: Tensor,
-    calibrated: bool,
+    proxies: Tensor,
+    promises: Tensor | None,
     ceiling: Tensor,
     exists: Tensor,
     room: Tensor,
@@ -231,9 +233,8 @@ def _draw_probes(
 
     Args:
         law: [batch, beam, support] q~.
-        worth: [batch, beam, support] what a probe's weight is made of: q on the tail and 0 on the leads; or the chance
-            of a probe whose likeliest token it is.
-        calibrated: whether ``worth`` are such chances.
+        proxies: [batch, beam, support] what the probes' weights are made of: q on the tail and 0 on the leads.
+        promises: [batch, beam, draws] their weights by calibrated curves, which then count instead.
         ceiling: [batch, beam, 1] what the first probe's weight may not exceed.
         exists: [batch, beam, 1] bool, whether there is a first probe.
         room: [batch, beam, 1] how many slots are left for probes.
@@ -252,15 +253,15 @@ def _draw_probes(
         probe = torch.where(beyond, place, last).amin(dim=-1, keepdim=True)
         if draw > 0:
             exists = exists & (total > 0) & (room > draw)
-        if calibrated:
-            ceiling = torch.minimum(ceiling, worth.gather(-1, law.argmax(dim=-1, keepdim=True)))
+        if promises is not None:
+            ceiling = torch.minimum(ceiling, promises[..., draw : draw + 1])
         else:  # the mass of its tail, between the best token there and the slot before
-            largest, mass = worth.amax(dim=-1, keepdim=True), worth.sum(dim=-1, keepdim=True)
+            largest, mass = proxies.amax(dim=-1, keepdim=True), proxies.sum(dim=-1, keepdim=True)
             ceiling = torch.maximum(largest, torch.minimum(ceiling, mass))
         found.append((exists, probe, ceiling))
         if draw + 1 < draws:
             taken = place == probe
-            law, worth = law.masked_fill(taken, 0.0), worth.masked_fill(taken, 0.0)
+            law, proxies = law.masked_fill(taken, 0.0), proxies.masked_fill(taken, 0.0)
     if draws == 1:
         return _Draws(*found[0])
     return _Draws(*(torch.cat(parts, dim=-1) for parts in zip(*found, strict=True)))

@@ -49,7 +49,7 @@ def slot_chances(weights: Weights, masses: Tensor, temperatures: Tensor) -> Chan
         temperatures: [batch] one per request.
     """
     device = temperatures.device
-    of_request = curve_table(weights, device)[torch.bucketize(temperatures.double(), _constant(HOTTEST, device))]
+    of_request = curve_table(weights, device)[band_of(temperatures)]
     segment = torch.bucketize(masses, _constant(KNOTS, device)).clamp(max=len(KNOTS) - 1).flatten(1)
     found = of_request.gather(2, segment.unsqueeze(1).expand(-1, of_request.shape[1], -1))
     start, rise = found.unflatten(2, masses.shape[1:]).chunk(2, dim=1)
@@ -65,6 +65,7 @@ def lead_count(
     branching: int,
     parent_scores: Tensor,
     price: float,
+    shares: Tensor,
 ) -> Tensor:
     """The m of each node; ``reference.weights.lead_count``.
 
@@ -75,6 +76,7 @@ def lead_count(
         branching: the most slots that a node may have.
         parent_scores: [batch, beam] float64, logarithm of the nodes' path scores.
         price: the path score that earns a place in the tree.
+        shares: [batch, probes] of the first probe's chance, what each probe of a node has.
 
     Returns:
         [batch, beam, 1] long; ``num_slots`` where a node without a probe promises more.
@@ -84,10 +86,15 @@ def lead_count(
     leads = (scores * lead - price).clamp(min=0) * (place < num_slots)
     before = torch.nn.functional.pad(leads.cumsum(dim=-1), (1, 0))
     m, probes = place[: MOST_LEADS + 1], probe[..., : MOST_LEADS + 1]
-    fills = torch.minimum(fill.unsqueeze(2), probes.unsqueeze(3))  # [batch, beam, m, place]
-    is_fill = (place >= m.unsqueeze(1)) & (place < num_slots.unsqueeze(3) - 1)
+    # [batch, beam, m, probe or place]
+    count = (torch.minimum(num_slots, drawable) - m).clamp(1, shares.shape[1]).unsqueeze(3)
+    drawn = probes.unsqueeze(3) * shares[:, None, None]
+    is_drawn = arange(shares.shape[1], lead.device) < count
+    fills = torch.minimum(fill.unsqueeze(2), drawn.gather(3, count - 1))
+    is_fill = (place >= m.unsqueeze(1)) & (place < num_slots.unsqueeze(3) - count)
     behind = ((scores.unsqueeze(3) * fills - price).clamp(min=0) * is_fill).sum(dim=-1)
-    total = before[..., : len(m)] + (scores * probes - price).clamp(min=0) + behind
+    promised = ((scores.unsqueeze(3) * drawn - price).clamp(min=0) * is_drawn).sum(dim=-1)
+    total = before[..., : len(m)] + promised + behind
     total = total.masked_fill((m >= num_slots) | (m >= drawable), -torch.inf)
     best = total.amax(dim=-1, keepdim=True)
     first = (total >= best - TIE).int().argmax(dim=-1, keepdim=True)
@@ -103,6 +110,18 @@ def curve_table(weights: Weights, device: torch.device) -> Tensor:
     bands = [[[0.0, *map(float, curve.values)] for curve in (one.lead, one.probe, one.fill)] for one in weights.bands]
     values = torch.tensor(bands, dtype=torch.float64)
     return torch.cat([values[..., :-1], values.diff(dim=-1)], dim=1).to(device)
+
+
+@kept
+def probe_shares(weights: Weights, probes: int, device: torch.device) -> Tensor:
+    """[bands, probes] float64: of the first probe's chance, what each probe of a node has."""
+    shares = [[float(band.share(probe)) for probe in range(probes)] for band in weights.bands]
+    return torch.tensor(shares, dtype=torch.float64, device=device)
+
+
+def band_of(temperatures: Tensor) -> Tensor:
+    """[batch] long, which of ``Weights.bands`` are each request's."""
+    return torch.bucketize(temperatures.double(), _constant(HOTTEST, temperatures.device))
 
 
 def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:

@@ -130,8 +130,8 @@ EDITS = [
         "law = torch.where(tested & (total > 0), rest / total, law)",
         "law = law"),)),
     Edit("probes drawn with replacement", "optimized/slots.py", ((
-        "law, worth = law.masked_fill(taken, 0.0), worth.masked_fill(taken, 0.0)",
-        "worth = worth.masked_fill(taken, 0.0)"),)),
+        "law, proxies = law.masked_fill(taken, 0.0), proxies.masked_fill(taken, 0.0)",
+        "proxies = proxies.masked_fill(taken, 0.0)"),)),
     Edit("a missing child lets the next rank move up", "optimized/growth.py", ((
         "log_scores = offered.gather(1, offers)\n",
         "log_scores = offered.gather(1, offers)\n"

@@ -29,10 +29,14 @@ from reference.statistics import (
 SUITE_ALPHA = 1e-6  # false alarms of the whole suite
 FAMILIES = (
     "calibration",
-    "chi square rheo",
-    "chi square rrsw",
-    "chi square topk",
-    "chi square deep",
+    "chi square torch rheo",
+    "chi square torch rrsw",
+    "chi square torch topk",
+    "chi square torch deep",
+    "chi square numba rheo",
+    "chi square numba rrsw",
+    "chi square numba topk",
+    "chi square numba deep",
     "weights while they are learned",
     "weights while they are learned deep",
     "sizes while they are learned",

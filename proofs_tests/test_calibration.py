@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from optimized import drafting
-from optimized.calibration import Calibrator, load_weights, prior_weights, save_weights
+from optimized.calibration import Calibrator, WalkedNodes, load_weights, prior_weights, save_weights
 from optimized.cli import app
 from optimized.decoder import RheoDecoder
 from optimized.growth import grow_trees
@@ -68,6 +68,44 @@ def test_chances_are_the_exact_ones_by_hand() -> None:
     for kind, masses, chances in seen:
         np.testing.assert_allclose(masses, expected[kind][0], rtol=1e-6)
         np.testing.assert_allclose(chances, expected[kind][1], rtol=1e-6, atol=1e-7)
+
+
+def test_chances_of_further_probes_are_the_exact_ones_on_average() -> None:
+    """By enumeration of the tokens drawn before: three probes behind a lead, over four tokens and one outside."""
+    masses, p = np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.1, 0.1, 0.3, 0.2])  # and 0.3 elsewhere
+
+    def exact(law: dict[int, float], left: dict[int, float], probes: int) -> list[float]:
+        if not probes or not left:
+            return [0.0] * probes
+        q = {token: mass / sum(left.values()) for token, mass in left.items()}
+        overlap = sum(min(law[token], q[token]) for token in q)
+        rest = {token: max(law[token] - q.get(token, 0.0), 0.0) / (1 - overlap) for token in law}
+        later = np.zeros(probes - 1)
+        for token in q:
+            turned_down = max(1 - law[token] / q[token], 0.0)
+            below = exact(rest, {other: mass for other, mass in left.items() if other != token}, probes - 1)
+            later += q[token] * turned_down * np.array(below)
+        return [overlap, *later]
+
+    expected = exact(dict(enumerate(p)), {token: masses[token] for token in (1, 2, 3)}, 4)
+    count = 40_000
+    nodes = WalkedNodes(np.zeros(count, int), np.tile(masses, (count, 1)), np.tile(p, (count, 1)))
+    chances = nodes.probes(1, 4, np.random.default_rng(0))
+    assert (chances.sum(axis=1) <= 1 + 1e-12).all()
+    error = chances.std(axis=0) / count**0.5
+    assert (np.abs(chances.mean(axis=0) - expected) <= 4 * error + 1e-12).all()
+    assert expected[1] > 0.03
+    assert expected[3] == 0  # nothing is left to draw
+
+
+def test_shares_of_further_probes_are_learned_where_there_are_several() -> None:
+    params = SamplingParams(seed=3, max_new_tokens=40)
+    for probes in (1, 2):
+        calibrator = Calibrator()
+        decoder(calibrator, weights=prior_weights(), probes=probes).generate([[5, 6, 7], [8, 9]], params)
+        learned, prior = calibrator.weights(), prior_weights()
+        assert (learned.at(1.0).further != prior.at(1.0).further) == (probes > 1)
+        assert learned.at(0.0).further == prior.at(0.0).further
 
 
 def test_curves_follow_what_was_seen_and_never_fall() -> None:

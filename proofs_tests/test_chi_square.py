@@ -174,7 +174,7 @@ def test_batched_path_emits_the_target_law(rule, backend, record_property):
 @pytest.mark.lossless
 @pytest.mark.deep
 def test_batched_path_emits_the_target_law_ten_times_as_long(backend):
-    with Family(f"chi square deep {backend.name}", number_of_tests(*RULES)) as family:
+    with Family(f"chi square {backend.name} deep", number_of_tests(*RULES)) as family:
         for index, rule in enumerate(RULES):
             check_rule(family, rule, 10, 3 * 2**62 + index * 2**58, backend)
 

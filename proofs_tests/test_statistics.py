@@ -249,7 +249,9 @@ def test_every_family_of_the_suite_is_in_the_list_and_has_its_share_once():
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Family":
                 name = ast.unparse(node.args[0])
                 rules = ("rheo", "rrsw", "topk") if "{rule}" in name else ("",)
-                used.update(ast.literal_eval(name.lstrip("f")).format(rule=rule) for rule in rules)
+                backends = ("torch", "numba") if "{backend.name}" in name else ("",)
+                pattern = ast.literal_eval(name.lstrip("f")).replace("{backend.name}", "{backend}")
+                used.update(pattern.format(rule=rule, backend=backend) for rule in rules for backend in backends)
     assert dict(used) == dict.fromkeys(FAMILIES, 1)
     assert SUITE_ALPHA == 1e-6
 

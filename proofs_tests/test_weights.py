@@ -30,12 +30,16 @@ def random_weights(rng: random.Random, exact: bool) -> Weights:
         values = sorted(rng.choice((1, 2, rng.randrange(1, 65))) for _ in KNOTS)
         return Curve(tuple(Fraction(value, 64) if exact else value / 64 for value in values))
 
-    return Weights(tuple(Curves(curve(), curve(), curve()) for _ in BANDS), "random")
+    def further() -> tuple[Fraction | float, ...]:
+        shares = sorted((rng.randrange(1, 65) for _ in range(rng.randrange(1, 4))), reverse=True)
+        return tuple(Fraction(share, 64) if exact else share / 64 for share in shares)
+
+    return Weights(tuple(Curves(curve(), curve(), curve(), further()) for _ in BANDS), "random")
 
 
 @sizes(300, 6000)
 def test_the_law_is_the_targets_whatever_the_curves(size: int) -> None:
-    """Any curves, m fixed or auto, one or two probes, with and without thresholds, both rules: equal Fractions."""
+    """Any curves and shares, m fixed or auto, one or two probes, with and without thresholds, both rules."""
     rng = random.Random(7)
     autos = short = 0
     for _ in range(size):
@@ -67,7 +71,7 @@ def test_batched_trees_equal_the_reference(size: int, backend: Backend) -> None:
     rng = random.Random(11)
     inside = nodes = 0
     for seed in range(size):
-        case = random_case(seed)
+        case = random_case(seed, rng.choice(("one probe", "several probes")))
         if case.config.proposal == "static":
             continue
         case.config = replace(
@@ -141,6 +145,20 @@ def test_a_curve_that_is_none_is_refused(values: tuple[float, ...], message: str
         Curve(values)
 
 
+def test_a_further_probes_share_is_the_last_one_for_all_beyond_and_never_rises() -> None:
+    curve = Curve((0.5,) * len(KNOTS))
+    curves = Curves(curve, curve, curve, (0.5, 0.25))
+    assert [curves.share(probe) for probe in range(5)] == [1, 0.5, 0.25, 0.25, 0.25]
+    assert Curves(curve, curve, curve).share(3) == 1
+    with pytest.raises(ValueError, match="further is empty"):
+        Curves(curve, curve, curve, ())
+    for wrong in (0.0, 1.5):
+        with pytest.raises(ValueError, match=f"chance is {wrong}; it must lie"):
+            Curves(curve, curve, curve, (wrong,))
+    with pytest.raises(ValueError, match=r"rises from 0\.25 to 0\.5"):
+        Curves(curve, curve, curve, (0.25, 0.5))
+
+
 def test_bands_begin_where_sampling_does_and_include_their_bounds() -> None:
     assert band_of(0) == 0
     assert band_of(GREEDY_TEMPERATURE / 2) == 0
@@ -169,7 +187,9 @@ def test_auto_takes_the_m_that_promises_most_above_the_price() -> None:
             Weights((curves,) * len(BANDS), ""), torch.tensor([[masses]], dtype=torch.float64), torch.ones(1)
         )
         drawable, num_slots, log_score = torch.tensor([[[4]]]), torch.tensor([[[3]]]), torch.tensor([[score]]).log()
-        assert weighing.lead_count(chances, drawable, num_slots, 3, log_score, price).item() == expected
+        assert (
+            weighing.lead_count(chances, drawable, num_slots, 3, log_score, price, torch.ones(1, 1)).item() == expected
+        )
     assert lead_count(Curves(nothing, Curve((0.5,) * len(KNOTS)), mass), masses, 3, 1.0, 0.0) == 0
     assert lead_count(curves, [], 3, 1.0, 0.0) == 3
 

@@ -7,7 +7,7 @@ probe's weight and place are known before its token is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,9 +15,7 @@ import numpy as np
 from reference.api import DraftLaw, Margin, RheoConfig, softmax
 from reference.numbers import Number, Vector, inverse_cdf
 from reference.tree import ProbeLaw
-from reference.weights import Curve, lead_count
-
-Weigh = Callable[[Vector, Number], Number]
+from reference.weights import lead_count
 
 
 @dataclass(frozen=True)
@@ -37,14 +35,13 @@ class SlotPlan:
         tokens: x_1, x_2, ...: all tokens with q > 0, by q, ties by lower token id.
         weights: of each of them as a lead: q, or its chance by calibrated curves; in a static tree all 1.
         fill_weights: of each of them as a fill, before the cap at the probes'.
-        masses: of each of them, what a probe's weight is made of: q, or with calibrated curves the mass at the
-            request's temperature.
+        masses: of each of them, what a proxy is made of: q.
         num_slots: min(K, number of ranked tokens); in a static tree no more than there are tokens to sample.
         lead_tokens: how many of the slots are leads; all of them when there is no probe.
         num_probes: how many of the slots are probes.
         probe_law: (token ids in rank order, q~), the law of the first probe; None when there is no probe.
         ceiling: what the first probe's weight may not exceed.
-        weigh: the rule for a probe's weight, from the masses left in its tail and the weight it may not exceed.
+        promises: the probes' weights by calibrated curves, before the ceiling; None where they are proxies.
     """
 
     tokens: tuple[int, ...]
@@ -56,7 +53,7 @@ class SlotPlan:
     num_probes: int
     probe_law: ProbeLaw | None
     ceiling: Number
-    weigh: Weigh
+    promises: tuple[Number, ...] | None
 
     @property
     def proxy(self) -> Number | None:
@@ -88,11 +85,13 @@ class SlotPlan:
     def probe_weight(self, drawn: Sequence[int]) -> Number:
         """The weight of the probe that is drawn after the probes ``drawn``: a function of their tokens, not of its own.
 
-        It stands for the tail that they left, see ``proxy_weight`` and ``worth``.
+        A proxy stands for the tail that they left, see ``proxy_weight``; by calibrated curves only their number counts.
         """
+        ceiling = self.probe_weight(drawn[:-1]) if drawn else self.ceiling
+        if self.promises is not None:
+            return min(ceiling, self.promises[len(drawn)])
         tail = zip(self.tokens[self.lead_tokens :], self.masses[self.lead_tokens :], strict=True)
-        left = np.array([mass for token, mass in tail if token not in drawn])
-        return self.weigh(left, self.probe_weight(drawn[:-1]) if drawn else self.ceiling)
+        return proxy_weight(np.array([mass for token, mass in tail if token not in drawn]), ceiling)
 
     def law_after(self, drawn: Sequence[int]) -> ProbeLaw:
         """The weights that draw the next probe: q~ with the tokens drawn so far at zero, not renormalised."""
@@ -138,19 +137,21 @@ def plan_slots(
     if config.weights is None:
         masses = q / q if static else q
         weights = fill_weights = tuple(masses)
-        weigh: Weigh = proxy_weight
+        promises: tuple[Number, ...] | None = None
         ceiling = masses[max(lead_tokens, 1) - 1 : max(lead_tokens, 1)].min(initial=one)
     else:
         curves = config.weights.at(0.0 if law.sampling is None else law.temperature)
         masses = q if law.sampling is None else law.sampling[ranked]
         weights, fill_weights = tuple(map(curves.lead, masses)), tuple(map(curves.fill, masses))
-        ceiling, weigh = one, worth(curves.probe)
+        ceiling = one
         if config.lead_tokens == "auto" and law.sampling is not None:
             drawable = [mass for mass in masses if mass > 0]
-            lead_tokens = lead_count(curves, drawable, num_slots, score, config.node_price, record)
+            lead_tokens = lead_count(curves, drawable, num_slots, score, config.node_price, record, config.probes)
         # rrsw verifies siblings in the total order, so there the leads have to stay before the probe.
         if config.verification == "rrsw" and lead_tokens:
             ceiling = min(weights[:lead_tokens])
+        first = curves.probe(max(masses[lead_tokens:], default=masses[0]))
+        promises = tuple(first * curves.share(probe) for probe in range(config.probes))
 
     probe_law, num_probes = None, 0
     if config.proposal != "topk" and lead_tokens < num_slots:
@@ -170,7 +171,7 @@ def plan_slots(
         num_probes=num_probes,
         probe_law=probe_law,
         ceiling=ceiling,
-        weigh=weigh,
+        promises=promises,
     )
 
 
@@ -198,15 +199,6 @@ def proxy_weight(tail: Vector, ceiling: Number) -> Number:
     The clamp below, at the best token's q, keeps every fill behind it.
     """
     return max(tail[0], min(ceiling, tail.sum()))
-
-
-def worth(chance: Curve) -> Weigh:
-    """A probe's weight by a calibrated curve: the chance by the largest mass in its tail, not above the ceiling."""
-
-    def weigh(tail: Vector, ceiling: Number) -> Number:
-        return min(ceiling, chance(max(tail)))
-
-    return weigh
 
 
 def draw_probes(

@@ -67,11 +67,31 @@ class Curves:
         lead: of a token that is offered before the probe, or at a node without one.
         probe: of a probe, over the mass of the likeliest token that it may be.
         fill: of a token that is offered behind the probe.
+        further: what the second probe of a node, the third and so on have of the first one's chance: each is drawn from
+            what the earlier ones left, and is tested only where they were turned down. The last is for all beyond.
+
+    Raises:
+        ValueError: ``further`` is empty, or a share in it is out of (0, 1] or above the one before; it is named.
     """
 
     lead: Curve
     probe: Curve
     fill: Curve
+    further: tuple[Number, ...] = (1,)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "further", tuple(self.further))
+        if not self.further:
+            raise ValueError("further is empty; it needs the second probe's share of the first one's chance at least")
+        for before, share in pairwise((1, *self.further)):
+            if not 0 < share <= 1:
+                raise ValueError(f"a further probe's share of the first one's chance is {share}; it must lie in (0, 1]")
+            if share > before:
+                raise ValueError(f"a further probe's share rises from {before} to {share}; it must not rise")
+
+    def share(self, probe: int) -> Number:
+        """Of the first probe's chance, what a probe has, counted from 0."""
+        return 1 if probe == 0 else self.further[min(probe, len(self.further)) - 1]
 
 
 # Requests up to each temperature share curves; greedy ones have their own, and the last are for all above.
@@ -118,6 +138,7 @@ def lead_count(
     score: Number,
     price: Number,
     record: Callable[[float], None] | None = None,
+    probes: int = 1,
 ) -> int:
     """The m of ``lead_tokens="auto"``: whose slots promise most, each what its path score has above the price.
 
@@ -132,6 +153,7 @@ def lead_count(
         score: the node's path score.
         price: the path score that earns a place in the tree.
         record: is told how close each comparison was.
+        probes: how many a node has where there is room for them.
 
     Returns:
         m in 0 .. ``MOST_LEADS``; ``slots`` where a node without a probe promises more.
@@ -143,9 +165,10 @@ def lead_count(
     leads = [above(curves.lead(mass)) for mass in masses[:slots]]
     best, promise = slots, sum(leads)
     for m in range(min(MOST_LEADS, slots - 1, len(masses) - 1), -1, -1):
-        probe = curves.probe(masses[m])
-        fills = sum(above(min(probe, curves.fill(mass))) for mass in masses[m : slots - 1])
-        total = sum(leads[:m]) + above(probe) + fills
+        count = min(probes, slots - m, len(masses) - m)
+        drawn = [curves.probe(masses[m]) * curves.share(probe) for probe in range(count)]
+        fills = sum(above(min(drawn[-1], curves.fill(mass))) for mass in masses[m : slots - count])
+        total = sum(leads[:m]) + sum(map(above, drawn)) + fills
         if record is not None:
             record(abs(float(total - promise)))
         if total >= promise:

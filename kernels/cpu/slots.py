@@ -52,6 +52,7 @@ class Curves(NamedTuple):
     Attributes:
         used: whether there are any; otherwise weights are q, and nothing else is read.
         values: [batch, 6, segments], where leads, probes and fills start in each segment, and how much they rise in it.
+        shares: [batch, draws], of the first probe's chance, what each probe of a node has.
         knots: [3, segments], where each segment ends and begins, and its width.
         least: the least chance there is.
         probe_first: whether a probe may rank above the leads.
@@ -61,6 +62,7 @@ class Curves(NamedTuple):
 
     used: bool
     values: Floats
+    shares: Floats
     knots: Floats
     least: float
     probe_first: bool
@@ -160,6 +162,7 @@ def contains(places: Ints, count: int, place: int) -> bool:
 def draw_probes(
     curves: Curves,
     values: Floats,
+    shares: Floats,
     law: Floats,
     q: Floats,
     masses: Floats,
@@ -173,7 +176,7 @@ def draw_probes(
     """Draw without replacement: each probe from what the earlier ones left of q~.
 
     Args:
-        curves, values: weights, and the request's own.
+        curves, values, shares: weights, and the request's own.
         law: q~, over the places m .. ranked - 1.
         q, masses: of all places.
         m, ranked, room: leads, ranked tokens, slots for probes.
@@ -207,7 +210,7 @@ def draw_probes(
                 chosen = place
                 break
         if curves.used:
-            ceiling = min(ceiling, chance(curves, values, PROBE, masses[likeliest]))
+            ceiling = min(ceiling, chance(curves, values, PROBE, masses[m]) * shares[0, draw])
         else:  # the mass of its tail, between the best token there and the slot before
             ceiling = max(q[likeliest], min(ceiling, mass))
         places[drawn] = chosen if chosen >= 0 else last
@@ -229,7 +232,14 @@ def chance(curves: Curves, values: Floats, kind: int, mass: float) -> float:
 
 @jit()
 def lead_count(
-    curves: Curves, values: Floats, masses: Floats, drawable: int, num_slots: int, most_leads: int, score: float
+    curves: Curves,
+    values: Floats,
+    shares: Floats,
+    masses: Floats,
+    drawable: int,
+    num_slots: int,
+    most_leads: int,
+    score: float,
 ) -> int:
     """The m whose slots promise most above the price; ``reference.weights.lead_count``."""
     leads = np.zeros(num_slots + 1)  # what so many of them promise
@@ -237,10 +247,13 @@ def lead_count(
         leads[place + 1] = leads[place] + promise(curves, score, chance(curves, values, LEAD, masses[place]))
     best, most = num_slots, leads[num_slots]
     for m in range(min(most_leads, num_slots - 1, drawable - 1), -1, -1):
-        probe = chance(curves, values, PROBE, masses[m])
-        total = leads[m] + promise(curves, score, probe)
-        for place in range(m, num_slots - 1):
-            total += promise(curves, score, min(probe, chance(curves, values, FILL, masses[place])))
+        probe, drawn = chance(curves, values, PROBE, masses[m]), min(shares.shape[1], num_slots - m, drawable - m)
+        total = leads[m]
+        for index in range(drawn):
+            total += promise(curves, score, probe * shares[0, index])
+        for place in range(m, num_slots - drawn):
+            fill = min(probe * shares[0, drawn - 1], chance(curves, values, FILL, masses[place]))
+            total += promise(curves, score, fill)
         if total >= most - curves.tie:
             best, most = m, max(total, most)
     return best
@@ -257,6 +270,7 @@ def node_slots(
     shape: Shape,
     curves: Curves,
     values: Floats,
+    shares: Floats,
     logits: NDArray[np.float32],
     score: float,
     temperature: float,
@@ -285,12 +299,14 @@ def node_slots(
     if curves.used:
         softmax(kept, 0, ranked, divisor, masses)
         if m == AUTO:
-            m = lead_count(curves, values, masses, positive(masses, ranked), num_slots, shape.most_leads, np.exp(score))
+            m = lead_count(
+                curves, values, shares, masses, positive(masses, ranked), num_slots, shape.most_leads, np.exp(score)
+            )
     drawn = 0
     places, proxies = np.empty(shape.draws, np.int64), np.empty(shape.draws)
     if shape.draws > 0 and sampled and num_slots > m:
         softmax(kept, m, ranked, divisor, law)
-        drawn = draw_probes(curves, values, law, q, masses, m, ranked, num_slots - m, uniforms, places, proxies)
+        drawn = draw_probes(curves, values, shares, law, q, masses, m, ranked, num_slots - m, uniforms, places, proxies)
     following = m
     for slot in range(num_slots):
         if slot < m or drawn == 0:
@@ -321,7 +337,7 @@ def node_slots(
     *[INTEGER] * 5,
     *[NUMBER] * 2,
     array(NUMBER, 3),
-    array(NUMBER, 2),
+    *[array(NUMBER, 2)] * 2,
     NUMBER,
     FLAG,
     *[NUMBER] * 2,
@@ -340,6 +356,7 @@ def level_slots(
     greedy_below: float,
     least_score: float,
     values: Floats,
+    shares: Floats,
     knots: Floats,
     least: float,
     probe_first: bool,
@@ -355,12 +372,12 @@ def level_slots(
         uniforms: [batch, beam, draws or more] in [0, 1).
         vocab_map: [draft vocab] target ids, increasing; empty where they are the draft's.
         lead_tokens, most_leads, branching, support, draws, greedy_below, least_score: see ``Shape``.
-        values, knots, least, probe_first, price, tie: see ``Curves``; without weights ``values`` is empty.
+        values, shares, knots, least, probe_first, price, tie: see ``Curves``; without weights ``values`` is empty.
     """
     batch, beam, vocab = logits.shape
     support = min(support, vocab)
     shape = Shape(lead_tokens, most_leads, branching, support, draws, greedy_below, least_score)
-    curves = Curves(values.size > 0, values, knots, least, probe_first, price, tie)
+    curves = Curves(values.size > 0, values, shares, knots, least, probe_first, price, tie)
     slots = Slots(
         np.zeros((batch, beam, shape.branching), np.int64),
         np.full((batch, beam, shape.branching), -np.inf),
@@ -377,6 +394,7 @@ def level_slots(
                     shape,
                     curves,
                     values[b : b + 1],
+                    shares[b : b + 1],
                     logits[b, node],
                     parent_scores[b, node],
                     temperatures[b],
