@@ -52,7 +52,7 @@ def level_slots(
         _array(parent_scores),
         of_request,
         _array(uniforms.double() if uniforms.ndim == 3 else uniforms.double().unsqueeze(2)),
-        NO_MAP if vocab_map is None else _array(vocab_map),
+        NO_MAP if vocab_map is None else _array(vocab_map.long()),
         slot_kernels.AUTO if config.lead_tokens == "auto" else config.lead_tokens,
         MOST_LEADS,
         config.branching,
