@@ -8,13 +8,14 @@ a test can see.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 
-from optimized.backends import Backend, unsupported
+from optimized.backends import TORCH, Backend, unsupported
 from optimized.calibration import prior_weights
 from optimized.evidence.batched import STATIC, MarkovCase, StaticTree
 from optimized.evidence.markov import BLOCK, block_counts, block_law, sample_blocks, target_law
@@ -162,13 +163,17 @@ def test_cases_cover_what_they_should():
     )
 
 
-@pytest.mark.lossless
-@pytest.mark.parametrize("rule", RULES)
-def test_batched_path_emits_the_target_law(rule, backend, record_property):
-    """A million blocks of three tokens per rule."""
+def check_target_law(rule: str, backend: Backend, record_property: Callable[[str, object], None]) -> None:
+    """A million blocks of three tokens."""
     with Family(f"chi square {backend.name} {rule}", number_of_tests(rule)) as family:
         report = check_rule(family, rule, 1, 1 + RULES.index(rule) * 2**60, backend)
     record_property("comparisons", [f"{label}: {comparison}" for label, comparison in report])
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("rule", RULES)
+def test_the_torch_path_emits_the_target_law(rule, record_property):
+    check_target_law(rule, TORCH, record_property)
 
 
 @pytest.mark.lossless
