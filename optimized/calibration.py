@@ -42,7 +42,7 @@ def prior_weights() -> Weights:
     lead = Curve(tuple(0.75 * knot for knot in KNOTS))
     fill = Curve(tuple(0.4 * knot for knot in KNOTS))
     probe = Curve(tuple(min(2 * knot, 0.0625 + 0.5 * knot) for knot in KNOTS))
-    further = tuple(1 / (3 * probe) for probe in range(1, FURTHER + 1))
+    further = tuple(1 / (3 * before) for before in range(1, FURTHER + 1))  # by how many probes come before
     return Weights((Curves(lead, probe, fill, further),) * len(BANDS), "prior")
 
 
@@ -109,13 +109,13 @@ class Calibrator:
             walk = replace(walk, rows=walk.rows.masked_fill(failed[:, None], -1))
         nodes = walked_nodes(trees, walk, laws)
         of_request = np.array([band_of(float(temperature)) for temperature in temperatures.tolist()], dtype=np.int64)
-        for kind, points in enumerate(_points(nodes, of_request[nodes.requests], branching)):
+        bands = of_request[nodes.requests]
+        for kind, points in enumerate(_points(nodes, bands, branching)):
             self._add(kind, points)
         if trees.probes > 1:
-            sampled = of_request[nodes.requests] > 0
-            leads = min(1, nodes.masses.shape[1] - 1)
+            sampled, leads = bands > 0, min(1, nodes.masses.shape[1] - 1)
             chances = nodes.probes(leads, FURTHER + 1, np.random.default_rng(self.points))
-            np.add.at(self._probe_chances, of_request[nodes.requests][sampled], chances[sampled])
+            np.add.at(self._probe_chances, bands[sampled], chances[sampled])
 
     def _add(self, kind: int, points: Points) -> None:
         knots = np.array(KNOTS)

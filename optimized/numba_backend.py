@@ -20,7 +20,7 @@ from optimized.kernels.cpu import walk as walk_kernels
 from optimized.slots import LevelSlots
 from optimized.trees import LevelNodes, TreeBatch
 from optimized.verification import TargetLaw, VerifyBatch, WalkNoise, check_walk
-from optimized.weighing import HOTTEST, LOWS, TIE, WIDTHS, curve_table, least_log_score, probe_shares
+from optimized.weighing import LOWS, TIE, WIDTHS, band_of, curve_table, least_log_score, probe_shares
 from reference.api import GREEDY_TEMPERATURE, RheoConfig, Verification
 from reference.weights import KNOTS, LEAST, MOST_LEADS
 
@@ -44,7 +44,7 @@ def level_slots(
     draws = max(min(config.probes, room), 0) if config.proposal == "rheo" else 0
     values, shares = NO_CURVES, NO_SHARES
     if config.weights is not None:
-        bands = np.searchsorted(HOTTEST, of_request)
+        bands = band_of(temperatures).numpy()
         values = curve_table(config.weights, temperatures.device).numpy()[bands]
         shares = probe_shares(config.weights, config.probes, temperatures.device).numpy()[bands]
     *found, masses = slot_kernels.level_slots(
@@ -155,7 +155,7 @@ def verify(
     walk = VerifyBatch(*map(torch.from_numpy, (emitted, rows, counts, offered, accepted)))
     rows[:, 0] = 0
     for level in range(shape[1]):
-        law = law_at(walk.rows[:, level] if shape[0] == 1 else walk.rows[:, level].clamp(min=0)).numpy()
+        law = law_at(walk.rows[:, level].clamp(min=0)).numpy()
         if not walk_kernels.step(level, law, *given, rows, emitted, offered, accepted, counts):
             break
     return walk

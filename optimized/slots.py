@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from optimized.ranges import arange, between, constant
-from optimized.weighing import Chances, band_of, lead_count, least_log_score, probe_shares, slot_chances
+from optimized.weighing import Chances, lead_count, least_log_score, slot_chances
 from reference.api import GREEDY_TEMPERATURE, RheoConfig
 
 
@@ -141,12 +141,11 @@ def level_slots(
     chances: Chances | None = None
     if config.weights is not None:
         masses = torch.where(ranked, torch.softmax(tempered, dim=-1), 0.0)
-        chances = slot_chances(config.weights, masses, temperatures)
-        shares = probe_shares(config.weights, config.probes, logits.device)[band_of(temperatures)]
+        chances = slot_chances(config.weights, masses, temperatures, config.probes)
         lead_weights = chances.lead
         if config.lead_tokens == "auto":
             drawable = (masses > 0).sum(dim=-1, keepdim=True)
-            m = lead_count(chances, drawable, num_slots, branching, parent_scores, float(config.node_price), shares)
+            m = lead_count(chances, drawable, num_slots, branching, parent_scores, float(config.node_price))
     if probing:
         has_probe = sampled & (num_slots > m)
         tail = ranked & between(m, support, support, logits.device)
@@ -158,7 +157,7 @@ def level_slots(
         ceiling = torch.ones_like(q[..., :1]) if free else _last_lead(lead_weights, m, chances is None)
         promises: Tensor | None = None
         if chances is not None:
-            promises = chances.probe.gather(-1, law.argmax(dim=-1, keepdim=True)) * shares.unsqueeze(1)
+            promises = chances.probe.gather(-1, law.argmax(dim=-1, keepdim=True)) * chances.shares.unsqueeze(1)
         drawn = _draw_probes(law, q * tail, promises, ceiling, has_probe, num_slots - m, uniforms, draws)
         # Behind the probes stand the ranked tokens in order, passing over those that were drawn.
         behind = schedule - (drawn.exists.long() if draws == 1 else drawn.exists.sum(dim=-1, keepdim=True))

@@ -224,7 +224,7 @@ class TargetLaws:
         """
         batch = self.batch
         if self.logits.device.type == "cpu" and batch.plain:  # one look at the law saves two passes over the logits
-            scores = self._processed(rows[:, None])[:, 0] if batch.changed else self._rows(rows)
+            scores = self._processed(rows[:, None])[:, 0] if batch.changed else self._at(self._first + rows)
             law = scores.softmax(-1, dtype=torch.float64)
             # Softmax makes all of a row NaN where ``_exclude_bad`` would find it bad.
             if not np.isnan(law.numpy()[:, 0]).any():
@@ -310,15 +310,14 @@ class TargetLaws:
             scores = batch.min_p.apply(scores, _keep_min_p)
         return scores
 
-    def _rows(self, rows: Tensor) -> Tensor:
-        """[batch, vocab_size] the logits at one row of each tree; a copy."""
-        return self.logits.flatten(0, 1).index_select(0, self._first + rows)
+    def _at(self, places: Tensor) -> Tensor:
+        """[..., vocab_size] the logits at places among the rows of all trees, [...] long; a copy."""
+        return self.logits.flatten(0, 1).index_select(0, places.flatten()).view(*places.shape, -1)
 
     def _processed(self, rows: Tensor) -> Tensor:
         """[batch, n, vocab_size] float64: bias, penalty and minimum length applied at ``rows`` [batch, n]; a copy."""
         batch = self.batch
-        places = self._first[:, None] + rows
-        scores = self.logits.flatten(0, 1).index_select(0, places.flatten()).double().view(*rows.shape, -1)
+        scores = self._at(self._first[:, None] + rows).double()
         if batch.bias_places is not None:
             requests, tokens = batch.bias_places
             scores[requests, :, tokens] += batch.bias_values[:, None]

@@ -32,30 +32,34 @@ class Chances(NamedTuple):
 
     Attributes:
         lead, fill: in such a slot.
-        probe: of a probe whose likeliest token it is.
+        probe: of a first probe whose likeliest token it is.
+        shares: [batch, probes] float64, what each probe of a node has of that.
     """
 
     lead: Tensor
     probe: Tensor
     fill: Tensor
+    shares: Tensor
 
 
-def slot_chances(weights: Weights, masses: Tensor, temperatures: Tensor) -> Chances:
+def slot_chances(weights: Weights, masses: Tensor, temperatures: Tensor, probes: int = 1) -> Chances:
     """The chances of a whole level; ``reference.weights.Curve`` at every mass.
 
     Args:
         weights: for all temperatures.
         masses: [batch, beam, support] float64 in [0, 1], what the curves are read at.
         temperatures: [batch] one per request.
+        probes: of a node, at most.
     """
-    device = temperatures.device
-    of_request = curve_table(weights, device)[band_of(temperatures)]
+    device, bands = temperatures.device, band_of(temperatures)
+    of_request = curve_table(weights, device)[bands]
     segment = torch.bucketize(masses, _constant(KNOTS, device)).clamp(max=len(KNOTS) - 1).flatten(1)
     found = of_request.gather(2, segment.unsqueeze(1).expand(-1, of_request.shape[1], -1))
     start, rise = found.unflatten(2, masses.shape[1:]).chunk(2, dim=1)
     low, width = (_constant(ends, device).take(segment).view_as(masses) for ends in (LOWS, WIDTHS))
     share = ((masses - low) / width).clamp(max=1.0)
-    return Chances(*(start + rise * share.unsqueeze(1)).clamp(min=LEAST).unbind(1))
+    lead, probe, fill = (start + rise * share.unsqueeze(1)).clamp(min=LEAST).unbind(1)
+    return Chances(lead, probe, fill, probe_shares(weights, probes, device)[bands])
 
 
 def lead_count(
@@ -65,7 +69,6 @@ def lead_count(
     branching: int,
     parent_scores: Tensor,
     price: float,
-    shares: Tensor,
 ) -> Tensor:
     """The m of each node; ``reference.weights.lead_count``.
 
@@ -76,12 +79,12 @@ def lead_count(
         branching: the most slots that a node may have.
         parent_scores: [batch, beam] float64, logarithm of the nodes' path scores.
         price: the path score that earns a place in the tree.
-        shares: [batch, probes] of the first probe's chance, what each probe of a node has.
 
     Returns:
         [batch, beam, 1] long; ``num_slots`` where a node without a probe promises more.
     """
-    lead, probe, fill = (one[..., :branching] for one in chances)
+    shares = chances.shares
+    lead, probe, fill = (one[..., :branching] for one in (chances.lead, chances.probe, chances.fill))
     scores, place = parent_scores.exp().unsqueeze(2), arange(lead.shape[-1], lead.device)
     leads = (scores * lead - price).clamp(min=0) * (place < num_slots)
     before = torch.nn.functional.pad(leads.cumsum(dim=-1), (1, 0))

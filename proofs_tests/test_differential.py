@@ -39,6 +39,8 @@ class Case:
     noise: StepNoise
 
     def grow(self, backend: Backend = TORCH) -> TreeBatch:
+        """By a backend, or by Torch what it has no kernels for."""
+        steps = backend.growth if unsupported(backend.name, self.config) is None else TORCH.growth
         vocab_map = self.drafter.vocab_map
         return grow_trees(
             self.config,
@@ -47,7 +49,7 @@ class Case:
             torch.from_numpy(self.temperatures),
             self.noise.probe_uniforms,
             None if vocab_map is None else torch.from_numpy(vocab_map),
-            backend.growth,
+            steps,
         )
 
     def reference_tree(self, b: int, margins: list[Margin]) -> DraftTree:
@@ -146,7 +148,7 @@ def test_grow_and_verify_equal_the_reference(block: int, kind: str, backend: Bac
     inside = 0
     for seed in range(block * 40, block * 40 + 40):
         case = random_case(seed, kind)
-        trees = case.grow(backend if unsupported(backend.name, case.config) is None else TORCH)
+        trees = case.grow(backend)
         assert not trees.draft_failed.any()
         rng = np.random.default_rng([seed, 1])
         references, targets = [], []
@@ -355,7 +357,7 @@ def test_trees_survive_the_round_trip(kind: str, backend: Backend) -> None:
     probes = 0
     for seed in range(40):
         case = random_case(seed, kind)
-        trees = case.grow(backend if unsupported(backend.name, case.config) is None else TORCH)
+        trees = case.grow(backend)
         originals = [trees.to_tree(b) for b in range(BATCH)]
         packed = TreeBatch.from_trees(originals)
         assert packed.probes <= trees.probes

@@ -187,9 +187,7 @@ def test_auto_takes_the_m_that_promises_most_above_the_price() -> None:
             Weights((curves,) * len(BANDS), ""), torch.tensor([[masses]], dtype=torch.float64), torch.ones(1)
         )
         drawable, num_slots, log_score = torch.tensor([[[4]]]), torch.tensor([[[3]]]), torch.tensor([[score]]).log()
-        assert (
-            weighing.lead_count(chances, drawable, num_slots, 3, log_score, price, torch.ones(1, 1)).item() == expected
-        )
+        assert weighing.lead_count(chances, drawable, num_slots, 3, log_score, price).item() == expected
     assert lead_count(Curves(nothing, Curve((0.5,) * len(KNOTS)), mass), masses, 3, 1.0, 0.0) == 0
     assert lead_count(curves, [], 3, 1.0, 0.0) == 3
 

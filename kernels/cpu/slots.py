@@ -47,12 +47,12 @@ class Shape(NamedTuple):
 
 
 class Curves(NamedTuple):
-    """Calibrated weights.
+    """Calibrated weights of one request.
 
     Attributes:
         used: whether there are any; otherwise weights are q, and nothing else is read.
-        values: [batch, 6, segments], where leads, probes and fills start in each segment, and how much they rise in it.
-        shares: [batch, draws], of the first probe's chance, what each probe of a node has.
+        values: [1, 6, segments], where leads, probes and fills start in each segment, and how much they rise in it.
+        shares: [1, draws], of the first probe's chance, what each probe of a node has.
         knots: [3, segments], where each segment ends and begins, and its width.
         least: the least chance there is.
         probe_first: whether a probe may rank above the leads.
@@ -161,8 +161,6 @@ def contains(places: Ints, count: int, place: int) -> bool:
 @jit()
 def draw_probes(
     curves: Curves,
-    values: Floats,
-    shares: Floats,
     law: Floats,
     q: Floats,
     masses: Floats,
@@ -176,7 +174,7 @@ def draw_probes(
     """Draw without replacement: each probe from what the earlier ones left of q~.
 
     Args:
-        curves, values, shares: weights, and the request's own.
+        curves: the request's.
         law: q~, over the places m .. ranked - 1.
         q, masses: of all places.
         m, ranked, room: leads, ranked tokens, slots for probes.
@@ -188,9 +186,10 @@ def draw_probes(
     """
     left = law.copy()
     if curves.used:
-        ceiling = 1.0 if curves.probe_first or m == 0 else chance(curves, values, LEAD, masses[m - 1])
+        ceiling = 1.0 if curves.probe_first or m == 0 else chance(curves, LEAD, masses[m - 1])
     else:
         ceiling = q[max(m, 1) - 1]
+    first = chance(curves, PROBE, masses[m]) if curves.used else 0.0
     drawn = 0
     for draw in range(min(places.size, room)):
         total, mass, likeliest = 0.0, 0.0, -1
@@ -210,7 +209,7 @@ def draw_probes(
                 chosen = place
                 break
         if curves.used:
-            ceiling = min(ceiling, chance(curves, values, PROBE, masses[m]) * shares[0, draw])
+            ceiling = min(ceiling, first * curves.shares[0, draw])
         else:  # the mass of its tail, between the best token there and the slot before
             ceiling = max(q[likeliest], min(ceiling, mass))
         places[drawn] = chosen if chosen >= 0 else last
@@ -221,38 +220,29 @@ def draw_probes(
 
 
 @jit()
-def chance(curves: Curves, values: Floats, kind: int, mass: float) -> float:
+def chance(curves: Curves, kind: int, mass: float) -> float:
     """A curve's value at a mass; ``reference.weights.Curve``."""
     segment, last = 0, curves.knots.shape[1] - 1
     while segment < last and curves.knots[0, segment] < mass:
         segment += 1
     share = min((mass - curves.knots[1, segment]) / curves.knots[2, segment], 1.0)
-    return max(values[0, kind, segment] + values[0, kind + 3, segment] * share, curves.least)
+    return max(curves.values[0, kind, segment] + curves.values[0, kind + 3, segment] * share, curves.least)
 
 
 @jit()
-def lead_count(
-    curves: Curves,
-    values: Floats,
-    shares: Floats,
-    masses: Floats,
-    drawable: int,
-    num_slots: int,
-    most_leads: int,
-    score: float,
-) -> int:
+def lead_count(curves: Curves, masses: Floats, drawable: int, num_slots: int, most_leads: int, score: float) -> int:
     """The m whose slots promise most above the price; ``reference.weights.lead_count``."""
     leads = np.zeros(num_slots + 1)  # what so many of them promise
     for place in range(num_slots):
-        leads[place + 1] = leads[place] + promise(curves, score, chance(curves, values, LEAD, masses[place]))
+        leads[place + 1] = leads[place] + promise(curves, score, chance(curves, LEAD, masses[place]))
     best, most = num_slots, leads[num_slots]
     for m in range(min(most_leads, num_slots - 1, drawable - 1), -1, -1):
-        probe, drawn = chance(curves, values, PROBE, masses[m]), min(shares.shape[1], num_slots - m, drawable - m)
+        probe, drawn = chance(curves, PROBE, masses[m]), min(curves.shares.shape[1], num_slots - m, drawable - m)
         total = leads[m]
         for index in range(drawn):
-            total += promise(curves, score, probe * shares[0, index])
+            total += promise(curves, score, probe * curves.shares[0, index])
         for place in range(m, num_slots - drawn):
-            fill = min(probe * shares[0, drawn - 1], chance(curves, values, FILL, masses[place]))
+            fill = min(probe * curves.shares[0, drawn - 1], chance(curves, FILL, masses[place]))
             total += promise(curves, score, fill)
         if total >= most - curves.tie:
             best, most = m, max(total, most)
@@ -269,8 +259,6 @@ def promise(curves: Curves, score: float, weight: float) -> float:
 def node_slots(
     shape: Shape,
     curves: Curves,
-    values: Floats,
-    shares: Floats,
     logits: NDArray[np.float32],
     score: float,
     temperature: float,
@@ -299,19 +287,17 @@ def node_slots(
     if curves.used:
         softmax(kept, 0, ranked, divisor, masses)
         if m == AUTO:
-            m = lead_count(
-                curves, values, shares, masses, positive(masses, ranked), num_slots, shape.most_leads, np.exp(score)
-            )
+            m = lead_count(curves, masses, positive(masses, ranked), num_slots, shape.most_leads, np.exp(score))
     drawn = 0
     places, proxies = np.empty(shape.draws, np.int64), np.empty(shape.draws)
     if shape.draws > 0 and sampled and num_slots > m:
         softmax(kept, m, ranked, divisor, law)
-        drawn = draw_probes(curves, values, shares, law, q, masses, m, ranked, num_slots - m, uniforms, places, proxies)
+        drawn = draw_probes(curves, law, q, masses, m, ranked, num_slots - m, uniforms, places, proxies)
     following = m
     for slot in range(num_slots):
         if slot < m or drawn == 0:
             place = slot
-            weight = chance(curves, values, LEAD, masses[place]) if curves.used else q[place]
+            weight = chance(curves, LEAD, masses[place]) if curves.used else q[place]
         elif slot < m + drawn:
             place, weight = places[slot - m], proxies[slot - m]
             slots.is_probe[b, node, slot] = True
@@ -321,7 +307,7 @@ def node_slots(
             place, weight = following, q[following]
             following += 1
             if curves.used:
-                weight = min(chance(curves, values, FILL, masses[place]), proxies[drawn - 1])
+                weight = min(chance(curves, FILL, masses[place]), proxies[drawn - 1])
         slots.token_ids[b, node, slot] = ids[place]
         reached = score + np.log(weight)
         if reached >= shape.least_score:
@@ -372,12 +358,13 @@ def level_slots(
         uniforms: [batch, beam, draws or more] in [0, 1).
         vocab_map: [draft vocab] target ids, increasing; empty where they are the draft's.
         lead_tokens, most_leads, branching, support, draws, greedy_below, least_score: see ``Shape``.
-        values, shares, knots, least, probe_first, price, tie: see ``Curves``; without weights ``values`` is empty.
+        values, shares, knots, least, probe_first, price, tie: see ``Curves``, with a row per request; without
+            weights ``values`` is empty.
     """
     batch, beam, vocab = logits.shape
     support = min(support, vocab)
+    used = values.size > 0
     shape = Shape(lead_tokens, most_leads, branching, support, draws, greedy_below, least_score)
-    curves = Curves(values.size > 0, values, shares, knots, least, probe_first, price, tie)
     slots = Slots(
         np.zeros((batch, beam, shape.branching), np.int64),
         np.full((batch, beam, shape.branching), -np.inf),
@@ -385,16 +372,15 @@ def level_slots(
         np.zeros((batch, beam, support), np.int64),
         np.zeros((batch, beam, support)),
         np.zeros((batch, beam), np.bool_),
-        np.zeros((batch, beam, support if curves.used else 0)),
+        np.zeros((batch, beam, support if used else 0)),
     )
     for b in range(batch):
+        curves = Curves(used, values[b : b + 1], shares[b : b + 1], knots, least, probe_first, price, tie)
         for node in range(beam):
             if parent_scores[b, node] > -np.inf:
                 node_slots(
                     shape,
                     curves,
-                    values[b : b + 1],
-                    shares[b : b + 1],
                     logits[b, node],
                     parent_scores[b, node],
                     temperatures[b],

@@ -23,9 +23,9 @@ def next_probe(row: int, after: int, parents: Ints, is_probe: Flags) -> int:
 
 
 @jit()
-def child_with(token: int, row: int, first: int, end: int, token_ids: Ints, parents: Ints, is_probe: Flags) -> int:
-    """The child in ``first`` .. ``end - 1`` that holds a token and is no probe; 0 where there is none."""
-    for child in range(max(first, row + 1), end):
+def child_with(token: int, row: int, end: int, token_ids: Ints, parents: Ints, is_probe: Flags) -> int:
+    """The child before ``end`` that holds a token and is no probe; 0 where there is none."""
+    for child in range(row + 1, end):
         if parents[child] == row and token_ids[child] == token and not is_probe[child]:
             return child
     return 0
@@ -118,6 +118,7 @@ def last_with_weight(law: Floats, first: int, end: int) -> int:
 @jit()
 def decide(
     row: int,
+    probe: int,
     law: Floats,
     token_ids: Ints,
     parents: Ints,
@@ -129,12 +130,14 @@ def decide(
     lead_uniform: float,
     in_tree_order: bool,
 ) -> tuple[int, int, bool]:
-    """The token, the child it leads to or 0, and whether that is a probe; ``reference.verification``."""
+    """The token, the child it leads to or 0, and whether that is a probe; ``reference.verification``.
+
+    ``probe`` is the first one below the row, 0 where there is none.
+    """
     tiles = np.empty((law.size + TILE - 1) // TILE)
-    probe = next_probe(row, 0, parents, is_probe)
     if in_tree_order and probe > 0:
         token = draw(law, lead_uniform, total_of(law, tiles), tiles)
-        lead = child_with(token, row, 0, probe, token_ids, parents, is_probe)
+        lead = child_with(token, row, probe, token_ids, parents, is_probe)
         if lead > 0:
             return token, lead, False
         without_leads(law, row, probe, token_ids, parents, tiles)
@@ -161,7 +164,7 @@ def decide(
     if not total > 0:
         total = total_of(law, tiles)
     token = draw(law, residual_uniform, total, tiles)
-    return token, child_with(token, row, 0, token_ids.size, token_ids, parents, is_probe), False
+    return token, child_with(token, row, token_ids.size, token_ids, parents, is_probe), False
 
 
 @jit(
@@ -219,9 +222,11 @@ def step(
         row = rows[b, level]
         if row < 0:
             continue
-        offered[b, level] = next_probe(row, 0, parents[b], is_probe[b]) > 0
+        probe = next_probe(row, 0, parents[b], is_probe[b])
+        offered[b, level] = probe > 0
         emitted[b, level], child, accepted[b, level] = decide(
             row,
+            probe,
             laws[b],
             token_ids[b],
             parents[b],
