@@ -28,21 +28,21 @@ from reference.weights import BANDS, KNOTS, LEAST, MOST_LEADS, Curve, Curves, We
 
 KINDS = ("lead", "probe", "fill")
 FURTHER = 9  # probes behind the first whose shares are learned
-PRIOR_CHANCES = 4.0  # what the prior's shares count for: so many first probes that are sure to be accepted
+PRIOR_CHANCES = 4.0  # what the prior's shares count for: so many probes that are sure to be accepted
 PRIOR_POINTS = 20.0  # what the prior counts for at each knot, in observed points
-FORMAT = 3
+FORMAT = 4
 
 
 def prior_weights() -> Weights:
     """What an EAGLE-3 head of middling quality is worth, where nothing has been seen yet.
 
     A lead is accepted with three quarters of its mass, a fill with two fifths; a probe with half of what its
-    likeliest token has, and a sixteenth for the others; the second probe with a third of that, the third with a sixth.
+    likeliest token has, and a sixteenth for the others; further probes have a half, a third, a quarter and so on.
     """
     lead = Curve(tuple(0.75 * knot for knot in KNOTS))
     fill = Curve(tuple(0.4 * knot for knot in KNOTS))
     probe = Curve(tuple(min(2 * knot, 0.0625 + 0.5 * knot) for knot in KNOTS))
-    further = tuple(1 / (3 * before) for before in range(1, FURTHER + 1))  # by how many probes come before
+    further = tuple(1 / (before + 1) for before in range(1, FURTHER + 1))  # by how many probes come before
     return Weights((Curves(lead, probe, fill, further),) * len(BANDS), "prior")
 
 
@@ -80,6 +80,7 @@ class Calibrator:
         self._counts = np.full(shape, PRIOR_POINTS)
         shares = [[float(band.share(probe)) for probe in range(FURTHER + 1)] for band in self.prior.bands]
         self._probe_chances = PRIOR_CHANCES * np.array(shares)  # summed over nodes, of every probe in turn
+        self._probe_means = np.full_like(self._probe_chances, PRIOR_CHANCES)  # and what shares are taken of
         self._sums = PRIOR_POINTS * np.array(
             [[[float(v) for v in getattr(band, kind).values] for kind in KINDS] for band in self.prior.bands]
         )
@@ -113,9 +114,7 @@ class Calibrator:
         for kind, points in enumerate(_points(nodes, bands, branching)):
             self._add(kind, points)
         if trees.probes > 1:
-            sampled, leads = bands > 0, min(1, nodes.masses.shape[1] - 1)
-            chances = nodes.probes(leads, FURTHER + 1, np.random.default_rng(self.points))
-            np.add.at(self._probe_chances, bands[sampled], chances[sampled])
+            self._add_probes(nodes, bands)
 
     def _add(self, kind: int, points: Points) -> None:
         knots = np.array(KNOTS)
@@ -127,6 +126,18 @@ class Calibrator:
             np.add.at(self._counts, (bands, kind, knot), part)
             np.add.at(self._sums, (bands, kind, knot), part * chances)
         self.points += len(masses)
+
+    def _add_probes(self, nodes: WalkedNodes, bands: NDArray[np.int64]) -> None:
+        """Several probes behind a lead: what became of each, and the means that ``Curves.probes`` takes its share of."""
+        leads = min(1, nodes.masses.shape[1] - 1)
+        chances = nodes.probes(leads, FURTHER + 1, np.random.default_rng(self.points))
+        masses = nodes.masses[:, leads : leads + FURTHER + 1]
+        for band in np.unique(bands[bands > 0]):
+            curve = self._curve(band, KINDS.index("probe"))
+            read = np.interp(masses[bands == band], (0.0, *KNOTS), (0.0, *curve.values)).clip(min=LEAST)
+            means = 2 * read[:, :1] * read / (read[:, :1] + read)
+            self._probe_chances[band] += chances[bands == band].sum(axis=0)
+            self._probe_means[band, : means.shape[1]] += means.sum(axis=0)
 
     def weights(self) -> Weights:
         """The curves by everything seen so far."""
@@ -142,8 +153,8 @@ class Calibrator:
         return Curve(tuple(float(value) for value in np.maximum.accumulate(rising.clip(LEAST, 1.0))))
 
     def _further(self, band: int) -> tuple[float, ...]:
-        first, *later = self._probe_chances[band]
-        return tuple(float(share) for share in np.minimum.accumulate((np.array(later) / first).clip(LEAST, 1.0)))
+        shares = (self._probe_chances[band] / self._probe_means[band])[1:]
+        return tuple(float(share) for share in np.minimum.accumulate(shares.clip(LEAST, 1.0)))
 
 
 @dataclass(frozen=True, eq=False)

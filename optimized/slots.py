@@ -157,7 +157,8 @@ def level_slots(
         ceiling = torch.ones_like(q[..., :1]) if free else _last_lead(lead_weights, m, chances is None)
         promises: Tensor | None = None
         if chances is not None:
-            promises = chances.probe.gather(-1, law.argmax(dim=-1, keepdim=True)) * chances.shares.unsqueeze(1)
+            leads = torch.full_like(num_slots, m) if isinstance(m, int) else m
+            promises = chances.probes(leads.squeeze(-1), draws)
         drawn = _draw_probes(law, q * tail, promises, ceiling, has_probe, num_slots - m, uniforms, draws)
         # Behind the probes stand the ranked tokens in order, passing over those that were drawn.
         behind = schedule - (drawn.exists.long() if draws == 1 else drawn.exists.sum(dim=-1, keepdim=True))

@@ -33,13 +33,25 @@ class Chances(NamedTuple):
     Attributes:
         lead, fill: in such a slot.
         probe: of a first probe whose likeliest token it is.
-        shares: [batch, probes] float64, what each probe of a node has of that.
+        shares: [batch, probes] float64, of each probe of a node, see ``probes``.
     """
 
     lead: Tensor
     probe: Tensor
     fill: Tensor
     shares: Tensor
+
+    def probes(self, m: Tensor, count: int) -> Tensor:
+        """[batch, beam, ..., count] chances of the probes behind m leads, [batch, beam, ...]: ``Curves.probes``.
+
+        Where the tail has fewer than ``count`` tokens, those of the last ones mean nothing.
+        """
+        places = m.unsqueeze(-1) + arange(count, m.device)
+        last = self.probe.shape[-1] - 1
+        read = self.probe.gather(-1, places.clamp(max=last).flatten(2)).view(places.shape)
+        first = read[..., :1]
+        shares = self.shares[:, :count].view(-1, *[1] * (places.ndim - 2), count)
+        return shares * (2 * first * read / (first + read))
 
 
 def slot_chances(weights: Weights, masses: Tensor, temperatures: Tensor, probes: int = 1) -> Chances:
@@ -84,14 +96,14 @@ def lead_count(
         [batch, beam, 1] long; ``num_slots`` where a node without a probe promises more.
     """
     shares = chances.shares
-    lead, probe, fill = (one[..., :branching] for one in (chances.lead, chances.probe, chances.fill))
+    lead, fill = (one[..., :branching] for one in (chances.lead, chances.fill))
     scores, place = parent_scores.exp().unsqueeze(2), arange(lead.shape[-1], lead.device)
     leads = (scores * lead - price).clamp(min=0) * (place < num_slots)
     before = torch.nn.functional.pad(leads.cumsum(dim=-1), (1, 0))
-    m, probes = place[: MOST_LEADS + 1], probe[..., : MOST_LEADS + 1]
+    m = place[: MOST_LEADS + 1]
     # [batch, beam, m, probe or place]
     count = (torch.minimum(num_slots, drawable) - m).clamp(1, shares.shape[1]).unsqueeze(3)
-    drawn = probes.unsqueeze(3) * shares[:, None, None]
+    drawn = chances.probes(m.expand(*lead.shape[:2], -1), shares.shape[1])
     is_drawn = arange(shares.shape[1], lead.device) < count
     fills = torch.minimum(fill.unsqueeze(2), drawn.gather(3, count - 1))
     is_fill = (place >= m.unsqueeze(1)) & (place < num_slots.unsqueeze(3) - count)
@@ -117,7 +129,7 @@ def curve_table(weights: Weights, device: torch.device) -> Tensor:
 
 @kept
 def probe_shares(weights: Weights, probes: int, device: torch.device) -> Tensor:
-    """[bands, probes] float64: of the first probe's chance, what each probe of a node has."""
+    """[bands, probes] float64: the share of each probe of a node."""
     shares = [[float(band.share(probe)) for probe in range(probes)] for band in weights.bands]
     return torch.tensor(shares, dtype=torch.float64, device=device)
 

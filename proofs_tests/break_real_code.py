@@ -144,6 +144,7 @@ def copy_tree(to: Path, kernels: Path | None = None) -> None:
     """Copy what is tested, with the kernels below the name by which they are imported, or with those of another copy,
     which need not be compiled again.
     """
+    to.mkdir(parents=True)
     for name in COPIED:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))

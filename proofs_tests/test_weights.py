@@ -153,10 +153,27 @@ def test_a_further_probes_share_is_the_last_one_for_all_beyond_and_never_rises()
     with pytest.raises(ValueError, match="further is empty"):
         Curves(curve, curve, curve, ())
     for wrong in (0.0, 1.5):
-        with pytest.raises(ValueError, match=f"chance is {wrong}; it must lie"):
+        with pytest.raises(ValueError, match=f"share is {wrong}; it must lie"):
             Curves(curve, curve, curve, (wrong,))
     with pytest.raises(ValueError, match=r"rises from 0\.25 to 0\.5"):
         Curves(curve, curve, curve, (0.25, 0.5))
+
+
+def test_a_further_probe_has_its_share_of_the_mean_of_the_tails_first_and_its_own() -> None:
+    """Chances equal to masses, shares 1, 1/2, 1/4: harmonic means of 1/2 and each of 1/2, 1/4 and 1/8."""
+    mass = Curve(tuple(map(Fraction, KNOTS)))
+    curves = Curves(mass, mass, mass, (Fraction(1, 2), Fraction(1, 4)))
+    tail = [Fraction(1, 2), Fraction(1, 4), Fraction(1, 8)]
+    assert curves.probes(tail) == [Fraction(1, 2), Fraction(1, 6), Fraction(1, 20)]
+    assert curves.probes([]) == []
+    sure = curves.probes([Fraction(1), Fraction(0), Fraction(0)])  # nothing is left behind the first
+    assert sure[0] == 1
+    assert 0 < sure[2] < sure[1] < 2.0**-99
+    weights = Weights((curves,) * len(BANDS), "")
+    masses = torch.tensor([[[0.5, *map(float, tail)]]], dtype=torch.float64)
+    chances = weighing.slot_chances(weights, masses, torch.ones(1), 3)
+    assert chances.probes(torch.tensor([[1]]), 3).flatten().tolist() == [0.5, 1 / 6, 1 / 20]
+    assert chances.probes(torch.tensor([[[1, 0]]]), 2).shape == (1, 1, 2, 2)
 
 
 def test_bands_begin_where_sampling_does_and_include_their_bounds() -> None:

@@ -150,8 +150,7 @@ def plan_slots(
         # rrsw verifies siblings in the total order, so there the leads have to stay before the probe.
         if config.verification == "rrsw" and lead_tokens:
             ceiling = min(weights[:lead_tokens])
-        first = curves.probe(max(masses[lead_tokens:], default=masses[0]))
-        promises = tuple(first * curves.share(probe) for probe in range(config.probes))
+        promises = tuple(curves.probes(sorted(masses[lead_tokens:], reverse=True)[: config.probes]))
 
     probe_law, num_probes = None, 0
     if config.proposal != "topk" and lead_tokens < num_slots:

@@ -67,8 +67,8 @@ class Curves:
         lead: of a token that is offered before the probe, or at a node without one.
         probe: of a probe, over the mass of the likeliest token that it may be.
         fill: of a token that is offered behind the probe.
-        further: what the second probe of a node, the third and so on have of the first one's chance: each is drawn from
-            what the earlier ones left, and is tested only where they were turned down. The last is for all beyond.
+        further: the shares of the second probe of a node, the third and so on, see ``probes``: each is drawn from what
+            the earlier ones left, and is tested only where they were turned down. The last is for all beyond.
 
     Raises:
         ValueError: ``further`` is empty, or a share in it is out of (0, 1] or above the one before; it is named.
@@ -82,16 +82,28 @@ class Curves:
     def __post_init__(self) -> None:
         object.__setattr__(self, "further", tuple(self.further))
         if not self.further:
-            raise ValueError("further is empty; it needs the second probe's share of the first one's chance at least")
+            raise ValueError("further is empty; it needs the second probe's share at least")
         for before, share in pairwise((1, *self.further)):
             if not 0 < share <= 1:
-                raise ValueError(f"a further probe's share of the first one's chance is {share}; it must lie in (0, 1]")
+                raise ValueError(f"a further probe's share is {share}; it must lie in (0, 1]")
             if share > before:
                 raise ValueError(f"a further probe's share rises from {before} to {share}; it must not rise")
 
     def share(self, probe: int) -> Number:
-        """Of the first probe's chance, what a probe has, counted from 0."""
+        """Of a probe, counted from 0; the first has all."""
         return 1 if probe == 0 else self.further[min(probe, len(self.further)) - 1]
+
+    def probes(self, tail: Sequence[Number]) -> list[Number]:
+        """The chances of a node's probes, one for each mass in ``tail``.
+
+        The j-th has its share of the harmonic mean of what the curve says of the tail's likeliest token and of its j-th:
+        a further probe needs mass behind the earlier ones, and where the first one is sure there is nothing left for it.
+
+        Args:
+            tail: the largest masses that a probe may be drawn from, largest first.
+        """
+        read = [self.probe(mass) for mass in tail]
+        return [self.share(j) * (2 * read[0] * chance / (read[0] + chance)) for j, chance in enumerate(read)]
 
 
 # Requests up to each temperature share curves; greedy ones have their own, and the last are for all above.
@@ -166,7 +178,7 @@ def lead_count(
     best, promise = slots, sum(leads)
     for m in range(min(MOST_LEADS, slots - 1, len(masses) - 1), -1, -1):
         count = min(probes, slots - m, len(masses) - m)
-        drawn = [curves.probe(masses[m]) * curves.share(probe) for probe in range(count)]
+        drawn = curves.probes(masses[m : m + count])
         fills = sum(above(min(drawn[-1], curves.fill(mass))) for mass in masses[m : slots - count])
         total = sum(leads[:m]) + sum(map(above, drawn)) + fills
         if record is not None:

@@ -52,7 +52,7 @@ class Curves(NamedTuple):
     Attributes:
         used: whether there are any; otherwise weights are q, and nothing else is read.
         values: [1, 6, segments], where leads, probes and fills start in each segment, and how much they rise in it.
-        shares: [1, draws], of the first probe's chance, what each probe of a node has.
+        shares: [1, draws], of each probe of a node.
         knots: [3, segments], where each segment ends and begins, and its width.
         least: the least chance there is.
         probe_first: whether a probe may rank above the leads.
@@ -189,7 +189,6 @@ def draw_probes(
         ceiling = 1.0 if curves.probe_first or m == 0 else chance(curves, LEAD, masses[m - 1])
     else:
         ceiling = q[max(m, 1) - 1]
-    first = chance(curves, PROBE, masses[m]) if curves.used else 0.0
     drawn = 0
     for draw in range(min(places.size, room)):
         total, mass, likeliest = 0.0, 0.0, -1
@@ -209,7 +208,7 @@ def draw_probes(
                 chosen = place
                 break
         if curves.used:
-            ceiling = min(ceiling, first * curves.shares[0, draw])
+            ceiling = min(ceiling, probe_chance(curves, masses, m, draw))
         else:  # the mass of its tail, between the best token there and the slot before
             ceiling = max(q[likeliest], min(ceiling, mass))
         places[drawn] = chosen if chosen >= 0 else last
@@ -230,6 +229,13 @@ def chance(curves: Curves, kind: int, mass: float) -> float:
 
 
 @jit()
+def probe_chance(curves: Curves, masses: Floats, m: int, probe: int) -> float:
+    """Of a probe behind m leads, counted from 0; ``reference.weights.Curves.probes``."""
+    first, behind = chance(curves, PROBE, masses[m]), chance(curves, PROBE, masses[m + probe])
+    return curves.shares[0, probe] * (2 * first * behind / (first + behind))
+
+
+@jit()
 def lead_count(curves: Curves, masses: Floats, drawable: int, num_slots: int, most_leads: int, score: float) -> int:
     """The m whose slots promise most above the price; ``reference.weights.lead_count``."""
     leads = np.zeros(num_slots + 1)  # what so many of them promise
@@ -237,12 +243,12 @@ def lead_count(curves: Curves, masses: Floats, drawable: int, num_slots: int, mo
         leads[place + 1] = leads[place] + promise(curves, score, chance(curves, LEAD, masses[place]))
     best, most = num_slots, leads[num_slots]
     for m in range(min(most_leads, num_slots - 1, drawable - 1), -1, -1):
-        probe, drawn = chance(curves, PROBE, masses[m]), min(curves.shares.shape[1], num_slots - m, drawable - m)
-        total = leads[m]
+        drawn, total, probe = min(curves.shares.shape[1], num_slots - m, drawable - m), leads[m], 0.0
         for index in range(drawn):
-            total += promise(curves, score, probe * curves.shares[0, index])
+            probe = probe_chance(curves, masses, m, index)
+            total += promise(curves, score, probe)
         for place in range(m, num_slots - drawn):
-            fill = min(probe * curves.shares[0, drawn - 1], chance(curves, FILL, masses[place]))
+            fill = min(probe, chance(curves, FILL, masses[place]))
             total += promise(curves, score, fill)
         if total >= most - curves.tie:
             best, most = m, max(total, most)
