@@ -128,13 +128,14 @@ class Calibrator:
         self.points += len(masses)
 
     def _add_probes(self, nodes: WalkedNodes, bands: NDArray[np.int64]) -> None:
-        """Several probes behind a lead: what became of each, and the means that ``Curves.probes`` takes its share of."""
+        """Several probes behind a lead: the chance of each, and the mean that ``Curves.probes`` takes a share of."""
         leads = min(1, nodes.masses.shape[1] - 1)
         chances = nodes.probes(leads, FURTHER + 1, np.random.default_rng(self.points))
         masses = nodes.masses[:, leads : leads + FURTHER + 1]
         for band in np.unique(bands[bands > 0]):
             curve = self._curve(band, KINDS.index("probe"))
-            read = np.interp(masses[bands == band], (0.0, *KNOTS), (0.0, *curve.values)).clip(min=LEAST)
+            values = np.array([0.0, *curve.values], dtype=float)
+            read = np.interp(masses[bands == band], (0.0, *KNOTS), values).clip(min=LEAST)
             means = 2 * read[:, :1] * read / (read[:, :1] + read)
             self._probe_chances[band] += chances[bands == band].sum(axis=0)
             self._probe_means[band, : means.shape[1]] += means.sum(axis=0)

@@ -271,6 +271,7 @@ def test_the_command_writes_weights_that_decode(
     assert result.exit_code == 0, result.output
     content = json.loads(out.read_text())
     assert content["provenance"]["temperatures"] == "1,0"
+    assert "1 probes, K 10" in content["provenance"]["trees"]
     learned = load_weights(out)
     assert learned.at(1.0) != prior_weights().at(1.0)
     assert learned.at(0.0).lead != prior_weights().at(0.0).lead

@@ -96,8 +96,8 @@ class Curves:
     def probes(self, tail: Sequence[Number]) -> list[Number]:
         """The chances of a node's probes, one for each mass in ``tail``.
 
-        The j-th has its share of the harmonic mean of what the curve says of the tail's likeliest token and of its j-th:
-        a further probe needs mass behind the earlier ones, and where the first one is sure there is nothing left for it.
+        The j-th has its share of the harmonic mean of what the curve says of the tail's likeliest token and of its
+        j-th: a further probe needs mass behind the earlier ones, and where the first is sure nothing is left for it.
 
         Args:
             tail: the largest masses that a probe may be drawn from, largest first.

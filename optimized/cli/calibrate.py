@@ -49,13 +49,14 @@ def calibrate(
         raise ValueError("--tree-size auto keeps what pays; curves are learned best from trees of one size, say 30")
     if models.no_draft:
         raise ValueError("--no-draft leaves nothing to calibrate")
-    prior = shape.config(prior_weights()).weights
+    config = shape.config(prior_weights())
+    prior = config.weights
     output.parent.mkdir(parents=True, exist_ok=True)
     draft = models.draft or models.target
     calibrator = Calibrator(prior, f"{models.target} with {draft}")
     asked = [question for one in sets for question in one.questions[:limit]]
     with with_threads(threads):
-        decoder = models.load(shape.config(prior_weights()), calibrator)
+        decoder = models.load(config, calibrator)
         prompts = first_prompts(decoder, asked)
         with progress_bar("texts") as bar:
             task = bar.add_task("calibrating", total=len(asked) * len(warmth))
@@ -70,6 +71,8 @@ def calibrate(
         "draft": draft,
         "dtype": str(decoder.target.dtype).removeprefix("torch."),
         "questions": ", ".join(f"{one.name} {one.digest} ({len(one.questions[:limit])})" for one in sets),
+        "trees": f"m {config.lead_tokens}, {config.probes} probes, K {config.branching}, {config.depth} levels, "
+        f"{config.budget} nodes, support {config.draft_support}",
         "temperatures": temperatures,
         "max_new_tokens": str(max_new_tokens),
         "seed": str(seed),
