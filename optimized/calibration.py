@@ -130,7 +130,7 @@ class Calibrator:
     def _add_probes(self, nodes: WalkedNodes, bands: NDArray[np.int64]) -> None:
         """Several probes behind a lead: the chance of each, and the mean that ``Curves.probes`` takes a share of."""
         leads = min(1, nodes.masses.shape[1] - 1)
-        chances = nodes.probes(leads, FURTHER + 1, np.random.default_rng(self.points))
+        chances, _, _ = nodes.probes(leads, FURTHER + 1, np.random.default_rng(self.points))
         masses = nodes.masses[:, leads : leads + FURTHER + 1]
         for band in np.unique(bands[bands > 0]):
             curve = self._curve(band, KINDS.index("probe"))
@@ -179,13 +179,17 @@ class WalkedNodes:
         target_probs = self.target_probs[:, m:]
         return np.minimum(target_probs, law).sum(axis=1), np.maximum(target_probs - law, 0)
 
-    def probes(self, m: int, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
-        """Behind m leads: [n, count] the chance that the walk goes on through the first probe, the second and so on.
+    def probes(
+        self, m: int, count: int, rng: np.random.Generator
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]:
+        """Behind m leads and so many probes, drawn here; those of greedy requests say nothing.
 
-        Each is exact but for the earlier ones' tokens, which are drawn here. Those of greedy requests say nothing.
+        Returns:
+            [n, count] the chance that the walk goes on through the first probe, the second and so on, each exact but
+            for the earlier ones' tokens; [n, support - m] that of a fill behind them; and which tokens were drawn.
         """
         left, target_probs = self.masses[:, m:].copy(), self.target_probs[:, m:].copy()
-        alive, rows = np.ones(len(left)), np.arange(len(left))
+        alive, rows, drawn = np.ones(len(left)), np.arange(len(left)), np.zeros(left.shape, dtype=bool)
         chances = np.zeros((len(left), count))
         for probe in range(count):
             total = left.sum(axis=1, keepdims=True)
@@ -199,7 +203,8 @@ class WalkedNodes:
             rest = np.maximum(target_probs - law, 0)
             target_probs = np.divide(rest, 1 - overlap, out=np.zeros_like(rest), where=overlap < 1)
             left[rows, token] = 0
-        return chances
+            drawn[rows, token] = True
+        return chances, alive[:, None] * target_probs, drawn
 
 
 def walked_nodes(trees: TreeBatch, walk: VerifyBatch, laws: list[Tensor]) -> WalkedNodes:

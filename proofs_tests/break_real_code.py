@@ -25,7 +25,10 @@ COPIED = ("conftest.py", "reference", "optimized", "kernels", "proofs_tests", "p
 SUITES = {
     "exact": ["proofs_tests/test_exact_law.py", "proofs_tests/test_several_probes.py"],
     "same noise": ["proofs_tests/test_differential.py"],
-    "uniform of 0": ["proofs_tests/test_chi_square.py", "-k", "uniform_of_zero"],
+    "edge uniforms": [
+        *("proofs_tests/test_chi_square.py", "proofs_tests/test_numba_kernels.py"),
+        *("-k", "uniform_of_zero or draws_are_the_references"),
+    ],
     "frequencies": ["proofs_tests/test_mutants.py", "-k", "noise_as_it_is"],
 }
 

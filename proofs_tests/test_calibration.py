@@ -90,7 +90,12 @@ def test_chances_of_further_probes_are_the_exact_ones_on_average() -> None:
     expected = exact(dict(enumerate(p)), {token: masses[token] for token in (1, 2, 3)}, 4)
     count = 40_000
     nodes = WalkedNodes(np.zeros(count, int), np.tile(masses, (count, 1)), np.tile(p, (count, 1)))
-    chances = nodes.probes(1, 4, np.random.default_rng(0))
+    chances, rest, drawn = nodes.probes(1, 4, np.random.default_rng(0))
+    assert (drawn.sum(axis=1) == 3).all()
+    assert (rest == 0).all()
+    _, rest, drawn = nodes.probes(1, 1, np.random.default_rng(1))
+    assert not rest[drawn].any()
+    np.testing.assert_allclose(rest.mean(axis=0), nodes.probe(1)[1][0], atol=0.003)
     assert (chances.sum(axis=1) <= 1 + 1e-12).all()
     error = chances.std(axis=0) / count**0.5
     assert (np.abs(chances.mean(axis=0) - expected) <= 4 * error + 1e-12).all()

@@ -1,15 +1,17 @@
-"""The tables of docs/calibration.md: what a probe's chance may be read at, and what m per node is worth.
+"""The tables of docs/calibration.md: what a probe's chance may be read at, and what leads and probes are worth.
 
     python docs/figures/node_values.py data/*/question.jsonl
 
 Decodes some questions with the embedded pair (float32) and prints, from the exact laws of all nodes where walks stood:
-how much of the overlap's variance a curve over each feature explains (fitted on one half, read on the other), and the
-sum of true chances less prices over the slots that are worth their place, by m and by the price of a place.
+how much of the overlap's variance a curve over each feature explains (fitted on one half, read on the other), what the
+curves say of further probes, and the sum of true chances less prices over the slots that are worth their place, by
+leads, probes and the price of a place.
 """
 
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +21,12 @@ from scipy.optimize import isotonic_regression
 from optimized import RheoConfig, RheoDecoder, SamplingParams
 from optimized.bench.questions import read_sets
 from optimized.calibration import Calibrator, WalkedNodes, load_weights, walked_nodes
-from reference.weights import MOST_LEADS, Curve, lead_count
+from reference.weights import MOST_LEADS, Curve, Curves, lead_count
 
 QUESTIONS, TOKENS, TEMPERATURES = 7, 64, (1.0, 0.6)
-PRICES = (0.02, 0.04, 0.08, 0.15)
+PRICES = (0.01, 0.02, 0.04, 0.08, 0.15)
 PROBE_TEMPERATURES = (0.5, 0.6, 0.8, 1.0, 1.25, 1.6)  # in the request's
+PROBES = (1, 2, 3, 6)
 BRANCHING = 10
 Values = NDArray[np.float64]
 
@@ -79,20 +82,43 @@ def sharpened(nodes: WalkedNodes) -> None:
         print(f"  overlap, m = {m}, probe at " + ", ".join(overlaps))
 
 
-def worth(nodes: WalkedNodes, temperature: float, price: float) -> dict[str, Values]:
+def further(nodes: WalkedNodes, curves: Curves) -> None:
+    """Print true chances of a node's probes, and what the curves say of them, by the mass of their likeliest token."""
+    for m in (0, 1, 2):
+        chances, _, _ = nodes.probes(m, 4, np.random.default_rng(m))
+        said = promised(curves, nodes, m, 4)
+        for low, high in pairwise((0, 0.1, 0.2, 0.4, 0.6, 0.8, 1.01)):
+            there = (nodes.masses[:, m] >= low) & (nodes.masses[:, m] < high)
+            if there.sum() >= 50:
+                each = zip(chances[there].mean(axis=0), said[there].mean(axis=0), strict=True)
+                listed = ", ".join(f"{true:.3f} ({curve:.3f})" for true, curve in each)
+                print(f"  m = {m}, likeliest {low} to {high}, {there.sum()} nodes: {listed}")
+
+
+def promised(curves: Curves, nodes: WalkedNodes, m: int, count: int) -> Values:
+    """[n, count] what the curves say of so many probes behind m leads."""
+    return np.array([curves.probes(row) for row in nodes.masses[:, m : m + count].tolist()]).reshape(-1, count)
+
+
+def worth(nodes: WalkedNodes, curves: Curves, price: float, probes: int) -> dict[str, Values]:
     """[n] per choice of m: true chances less prices of the slots that the curves think worth their place."""
-    curves = load_weights("embedded").at(temperature)
+    rng = np.random.default_rng(probes)
     leads = read_curve(curves.lead, nodes.masses[:, :BRANCHING])
     gain = (nodes.target_probs[:, :BRANCHING] - price) * (leads >= price)
     values = {}
     for m in range(MOST_LEADS + 1):
-        probe = read_curve(curves.probe, nodes.masses[:, m])
-        overlap, rest = nodes.probe(m)
-        fills = np.minimum(read_curve(curves.fill, nodes.masses[:, m : BRANCHING - 1]), probe[:, None])
-        behind = (rest[:, : BRANCHING - 1 - m] - price) * (fills >= price)
-        values[f"m={m}"] = gain[:, :m].sum(axis=1) + (probe >= price) * (overlap - price) + behind.sum(axis=1)
+        count = min(probes, BRANCHING - m)
+        chances, rest, drawn = nodes.probes(m, count, rng)
+        weights = promised(curves, nodes, m, count)
+        drawn, rest = drawn[:, : BRANCHING - m], rest[:, : BRANCHING - m]
+        is_fill = ~drawn & ((~drawn).cumsum(axis=1) <= BRANCHING - m - count)
+        fills = np.minimum(read_curve(curves.fill, nodes.masses[:, m:BRANCHING]), weights[:, -1:])
+        behind = (rest - price) * (fills >= price) * is_fill
+        values[f"m={m}"] = gain[:, :m].sum(axis=1) + ((chances - price) * (weights >= price)).sum(axis=1)
+        values[f"m={m}"] += behind.sum(axis=1)
     values["none"] = gain.sum(axis=1)
-    chosen = [lead_count(curves, [float(x) for x in row if x > 0], BRANCHING, 1.0, price) for row in nodes.masses]
+    rows = nodes.masses[:, : 2 * BRANCHING].tolist()
+    chosen = [lead_count(curves, [x for x in row if x > 0], BRANCHING, 1.0, price, None, probes) for row in rows]
     names = [f"m={m}" if m <= MOST_LEADS else "none" for m in chosen]
     values["auto"] = np.array([values[name][row] for row, name in enumerate(names)])
     return values
@@ -118,14 +144,24 @@ def main() -> None:
         print(f"T = {temperature}: {count} nodes")
         sharpened(nodes)
         explained(nodes, np.random.default_rng(0).random(count) < 0.5)
+        curves = load_weights("embedded").at(temperature)
+        further(nodes, curves)
         for price in PRICES:
-            values = worth(nodes, temperature, price)
-            gain = values["auto"] - values["m=1"]
-            print(
-                f"  price {price}: "
-                + ", ".join(f"{name} {value.mean():.4f}" for name, value in values.items())
-                + f"; auto - (m=1) {gain.mean():+.4f} +- {gain.std() / count**0.5:.4f}"
-            )
+            before = None
+            for probes in PROBES:
+                values = worth(nodes, curves, price, probes)
+                before = values["m=1"] if before is None else before
+                best = max((name for name in values if name != "auto"), key=lambda name: float(values[name].mean()))
+                gains = [f"{name} {gain_of(values[name] - before)}" for name in ("m=1", best, "auto")]
+                print(
+                    f"  price {price}, {probes} probes: "
+                    + ", ".join(f"{name} {value.mean():.4f}" for name, value in values.items())
+                    + f"; over m=1 with one probe: {', '.join(gains)}"
+                )
+
+
+def gain_of(differences: Values) -> str:
+    return f"{differences.mean():+.4f} +- {differences.std() / len(differences) ** 0.5:.4f}"
 
 
 if __name__ == "__main__":
