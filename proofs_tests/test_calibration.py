@@ -70,26 +70,36 @@ def test_chances_are_the_exact_ones_by_hand() -> None:
         np.testing.assert_allclose(chances, expected[kind][1], rtol=1e-6, atol=1e-7)
 
 
+MASSES, TARGET = np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.1, 0.1, 0.3, 0.2])  # of four tokens; p has 0.3 elsewhere
+
+
+def equal_nodes(count: int) -> WalkedNodes:
+    return WalkedNodes(np.zeros(count, int), np.tile(MASSES, (count, 1)), np.tile(TARGET, (count, 1)))
+
+
+def exact_chances(law: dict[int, float], left: dict[int, float], probes: int) -> list[float]:
+    """Of each probe in turn, by enumeration of the tokens drawn before."""
+    if not probes or not left:
+        return [0.0] * probes
+    q = {token: mass / sum(left.values()) for token, mass in left.items()}
+    overlap = sum(min(law[token], q[token]) for token in q)
+    rest = {token: max(law[token] - q.get(token, 0.0), 0.0) / (1 - overlap) for token in law}
+    later = np.zeros(probes - 1)
+    for token in q:
+        turned_down = max(1 - law[token] / q[token], 0.0)
+        below = exact_chances(rest, {other: mass for other, mass in left.items() if other != token}, probes - 1)
+        later += q[token] * turned_down * np.array(below)
+    return [overlap, *later]
+
+
+def behind_a_lead(probes: int) -> list[float]:
+    return exact_chances(dict(enumerate(TARGET)), {token: MASSES[token] for token in (1, 2, 3)}, probes)
+
+
 def test_chances_of_further_probes_are_the_exact_ones_on_average() -> None:
-    """By enumeration of the tokens drawn before: three probes behind a lead, over four tokens and one outside."""
-    masses, p = np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.1, 0.1, 0.3, 0.2])  # and 0.3 elsewhere
-
-    def exact(law: dict[int, float], left: dict[int, float], probes: int) -> list[float]:
-        if not probes or not left:
-            return [0.0] * probes
-        q = {token: mass / sum(left.values()) for token, mass in left.items()}
-        overlap = sum(min(law[token], q[token]) for token in q)
-        rest = {token: max(law[token] - q.get(token, 0.0), 0.0) / (1 - overlap) for token in law}
-        later = np.zeros(probes - 1)
-        for token in q:
-            turned_down = max(1 - law[token] / q[token], 0.0)
-            below = exact(rest, {other: mass for other, mass in left.items() if other != token}, probes - 1)
-            later += q[token] * turned_down * np.array(below)
-        return [overlap, *later]
-
-    expected = exact(dict(enumerate(p)), {token: masses[token] for token in (1, 2, 3)}, 4)
-    count = 40_000
-    nodes = WalkedNodes(np.zeros(count, int), np.tile(masses, (count, 1)), np.tile(p, (count, 1)))
+    """Three probes behind a lead, over four tokens and one outside; and a fill behind the first."""
+    expected, count = behind_a_lead(4), 40_000
+    nodes = equal_nodes(count)
     chances, rest, drawn = nodes.probes(1, 4, np.random.default_rng(0))
     assert (drawn.sum(axis=1) == 3).all()
     assert (rest == 0).all()
@@ -101,6 +111,19 @@ def test_chances_of_further_probes_are_the_exact_ones_on_average() -> None:
     assert (np.abs(chances.mean(axis=0) - expected) <= 4 * error + 1e-12).all()
     assert expected[1] > 0.03
     assert expected[3] == 0  # nothing is left to draw
+
+
+def test_a_share_is_what_the_exact_chances_have_of_the_mean() -> None:
+    calibrator, prior, band = Calibrator(), prior_weights().at(1.0), band_of(1.0)
+    calibrator._add_probes(equal_nodes(40_000), np.full(40_000, band))
+    chances = behind_a_lead(3)
+    means = [chance / share for chance, share in zip(prior.probes(list(MASSES[1:])), (1, *prior.further), strict=False)]
+    learned = calibrator.weights().at(1.0)
+    assert learned.further[0] == pytest.approx(chances[1] / means[1], rel=0.05)
+    assert chances[2] == 0  # what the first two leave is never accepted here
+    assert 0 < learned.further[1] < 0.001
+    assert learned.probe == prior.probe
+    assert calibrator.weights().at(0.6) == prior_weights().at(0.6)
 
 
 def test_shares_of_further_probes_are_learned_where_there_are_several() -> None:
