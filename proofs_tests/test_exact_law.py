@@ -21,7 +21,6 @@ from proofs_tests.brute_force import cells_between, cumulative, integrated_walk_
 from proofs_tests.laws import cases, configs, exact_settings, random_case, rheo_configs, sizes, static_configs
 from reference.api import DraftLaw, GrowthNoise, RheoConfig, VerifyNoise
 from reference.exact import (
-    expected_acceptance_length,
     output_law,
     prefix_trees,
     target_law,
@@ -31,6 +30,7 @@ from reference.exact import (
     walk_law,
 )
 from reference.growth import grow_tree
+from reference.lengths import expected_acceptance_length
 from reference.tree import DraftTree
 from reference.verification import verify
 

@@ -26,7 +26,6 @@ from proofs_tests.test_exact_law import (
 from proofs_tests.test_martingale import assert_martingale
 from reference.api import DraftLaw, GrowthNoise, RheoConfig
 from reference.exact import (
-    expected_acceptance_length,
     output_law,
     target_law,
     total_variation,
@@ -34,6 +33,7 @@ from reference.exact import (
     tree_output_law,
 )
 from reference.growth import grow_tree
+from reference.lengths import expected_acceptance_length
 from reference.slots import plan_slots
 
 every_hard_case = pytest.mark.parametrize("name", HARD_CASES_BY_NAME)

@@ -21,7 +21,8 @@ from optimized.static_trees import (
 )
 from proofs_tests.toy import random_topology
 from reference import DraftLaw, GrowthNoise, RheoConfig, VerifyNoise, grow_tree, verify
-from reference.exact import expected_acceptance_length, tree_classes
+from reference.exact import tree_classes
+from reference.lengths import expected_acceptance_length
 from reference.topology import canonical_topology, static_shape
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
@@ -21,7 +21,7 @@ import numpy as np
 
 from reference.api import RheoConfig, Verification, VerifyResult
 from reference.growth import Draft, OfferedNode, build_tree
-from reference.numbers import Number, Vector, as_number, check_law
+from reference.numbers import Number, Vector, check_law
 from reference.slots import SlotPlan, plan_slots
 from reference.tree import DraftTree, ProbeLaw, law_without
 from reference.verification import check_target, residual, without_tokens
@@ -231,11 +231,11 @@ def walk_law(tree: DraftTree, target: Target, rule: Verification = "rheo") -> It
     Raises:
         ValueError: as ``reference.verify``; raised by this call, not by the iteration.
     """
-    _check_rule(rule)
+    check_rule(rule)
     laws = check_target(tree, [target(tree.path(row)) for row in range(len(tree))])
 
     def walk(row: int, emitted: Path, accepted: Path, reached: Number) -> Iterator[tuple[VerifyResult, Number]]:
-        entered, mass, last = _step_law(tree, row, laws[row], rule)
+        entered, mass, last = step_law(tree, row, laws[row], rule)
         for child, probability in entered.items():
             if probability > 0:
                 yield from walk(child, (*emitted, tree.token_ids[child]), (*accepted, child), reached * probability)
@@ -252,18 +252,28 @@ def walk_law(tree: DraftTree, target: Target, rule: Verification = "rheo") -> It
     return walk(0, (), (), 1)
 
 
-def _step_law(tree: DraftTree, row: int, law: Vector, rule: Verification) -> tuple[dict[int, Number], Number, Vector]:
+def step_law(
+    tree: DraftTree, row: int, law: Vector, rule: Verification, children: Collection[int] | None = None
+) -> tuple[dict[int, Number], Number, Vector]:
     """One node of the walk.
+
+    Args:
+        tree: the draft tree.
+        row: the node.
+        law: the target's there.
+        rule: "rheo" or "rrsw".
+        children: those that count, as if the tree had no others; None for all.
 
     Returns:
         The children that are entered before the last draw with their probabilities, the probability that it comes to
         the last draw, and the law of that draw, which may still match one of the other children.
     """
-    probes = tree.probe_children(row)
+    present = [child for child in tree.children(row) if children is None or child in children]
+    probes = [child for child in present if tree.is_probe[child]]
     entered: dict[int, Number] = {}
     mass: Number = 1
-    if probes and rule == "rrsw":
-        leads = [child for child in tree.children(row) if child < probes[0]]
+    if rule == "rrsw":
+        leads = [child for child in present if not probes or child < probes[0]]
         if leads:
             tokens = [tree.token_ids[lead] for lead in leads]
             entered = dict(zip(leads, law[tokens], strict=True))
@@ -343,35 +353,6 @@ def total_variation(law: Mapping[Path, Number], other: Mapping[Path, Number]) ->
     return distance / 2
 
 
-def expected_acceptance_length(
-    tree: DraftTree, target_probs: Sequence[Sequence[Number] | Vector] | np.ndarray, rule: Verification = "rheo"
-) -> Number:
-    """The exact expected number of tokens that the walk emits on this tree, accepted and bonus.
-
-    The walk emits one token at every row where it stands, so this is the sum over rows of the probability to reach
-    them: one pass over the rows, no enumeration.
-
-    Args:
-        tree: the draft tree.
-        target_probs: [rows, vocab_size] the target's law after each row's path, tempered and filtered.
-        rule: "rheo" or "rrsw".
-
-    Raises:
-        ValueError: as ``reference.verify``.
-    """
-    _check_rule(rule)
-    laws = check_target(tree, target_probs)
-    reached: list[Number] = [as_number(1, laws[0]), *([0] * (len(tree) - 1))]
-    length: Number = 0
-    for row, law in enumerate(laws):
-        entered, mass, last = _step_law(tree, row, law, rule)
-        for child in tree.children(row):
-            here = entered[child] if child in entered else mass * last[tree.token_ids[child]]
-            reached[child] = reached[row] * here
-        length += reached[row]
-    return length
-
-
 def _checked(target: Target) -> Callable[[Path], Vector]:
     """``target`` with its laws checked and remembered."""
 
@@ -390,6 +371,6 @@ def _check_horizon(horizon: int) -> None:
         raise ValueError(f"horizon must be an integer >= 1, got {horizon!r}")
 
 
-def _check_rule(rule: str) -> None:
+def check_rule(rule: str) -> None:
     if rule not in get_args(Verification):
         raise ValueError(f"rule must be one of {get_args(Verification)}, got {rule!r}")

@@ -2,7 +2,7 @@
 
 At a context the committed text is the prompt and the first i tokens of the common text, the last of them being the
 root. A method's expected acceptance length there is exact: one tree is drafted, the target scores it, and the walk's
-expectation follows from both (``reference.exact.expected_acceptance_length``). The only randomness left is the probes'.
+expectation follows from both, with most of the probes' randomness taken out (``reference.lengths``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from optimized.sampling_params import SamplingParams
 from optimized.target_laws import SamplingBatch, TargetLaws
 from optimized.trees import TreeBatch
 from reference.api import RheoConfig
-from reference.exact import expected_acceptance_length
+from reference.lengths import smoothed_acceptance_length
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class CommonContexts:
                 continue
             tree = trees.to_tree(context)
             probs = [law[context].cpu().numpy() for law in by_row[: len(tree)]]
-            lengths.append(float(expected_acceptance_length(tree, probs, config.verification)))
+            lengths.append(float(smoothed_acceptance_length(tree, probs, config.verification)))
         return ContextValues(tuple(lengths), tuple(support_mass(root_logits, config.draft_support).tolist()))
 
 
