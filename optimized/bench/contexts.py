@@ -1,7 +1,7 @@
 """Common contexts: positions of one text at which every method drafts a tree, so that their differences are paired.
 
 At a context the committed text is the prompt and the first i tokens of the common text, the last of them being the
-root. A method's expected acceptance length there is exact: one tree is drafted, the target scores it, and the walk's
+root. A method's expected acceptance length there is computed: one tree is drafted, the target scores it, and the walk's
 expectation follows from both, with most of the probes' randomness taken out (``reference.lengths``).
 """
 
@@ -30,7 +30,7 @@ class ContextValues:
     """What one method gives at the contexts.
 
     Attributes:
-        expected_lengths: [contexts] exact expected acceptance length of the tree drafted there.
+        expected_lengths: [contexts] smoothed acceptance length of the tree drafted there.
         coverage: [contexts] mass of the draft's full law, at temperature 1, on the support at the root.
     """
 

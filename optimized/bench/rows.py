@@ -62,7 +62,7 @@ class Row:
         passes: target passes behind the prompt's; None for ``generate``, where each token takes one.
         emitted: tokens that these passes emitted, also beyond the text's end.
         tau: emitted / passes, sampled; None without a pass.
-        expected_tau: the exact expected acceptance length, averaged over the common contexts; None without any.
+        expected_tau: the expected acceptance length, averaged over the common contexts; None without any.
         contexts_used: how many contexts these were; a short text has fewer positions than were asked for.
         offered_per_level, accepted_per_level: as in ``Metrics``.
         probes_offered, probes_accepted: as in ``Metrics``.

@@ -89,7 +89,7 @@ def bench(
     ] = 0,
     contexts: Annotated[
         int,
-        typer.Option(help="Positions per text for the exact expected tau; 0: none.", min=0, rich_help_panel=OUTPUT),
+        typer.Option(help="Positions per text for the expected tau; 0: none.", min=0, rich_help_panel=OUTPUT),
     ] = 4,
     no_texts: Annotated[
         bool, typer.Option("--no-texts", help="Only the expected tau; nothing is timed.", rich_help_panel=OUTPUT)
