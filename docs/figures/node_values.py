@@ -20,13 +20,12 @@ from scipy.optimize import isotonic_regression
 
 from optimized import RheoConfig, RheoDecoder, SamplingParams
 from optimized.bench.questions import read_sets
-from optimized.calibration import Calibrator, WalkedNodes, at_temperature, load_weights, walked_nodes
+from optimized.calibration import Calibrator, WalkedNodes, load_weights, walked_nodes
 from reference.weights import MOST_LEADS, Curve, Curves, lead_count
 
 QUESTIONS, TOKENS, TEMPERATURES = 7, 64, (1.0, 0.6)
 PRICES = (0.01, 0.02, 0.04, 0.08, 0.15)
 PROBE_TEMPERATURES = (0.5, 0.6, 0.8, 1.0, 1.25, 1.6)  # in the request's
-READ_AT = (0.8, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5)
 PROBES = (1, 2, 3, 6)
 BRANCHING = 10
 Values = NDArray[np.float64]
@@ -39,9 +38,9 @@ class Collector(Calibrator):
         super().__init__(load_weights("embedded"))
         self.seen: list[WalkedNodes] = []
 
-    def observe(self, trees, walk, laws, _branching, temperatures, *_: object) -> None:  # type: ignore[no-untyped-def]
+    def observe(self, trees, walk, laws, *_: object) -> None:  # type: ignore[no-untyped-def]
         if trees.law_rows is not None:
-            self.seen.append(walked_nodes(trees, walk, laws, temperatures))
+            self.seen.append(walked_nodes(trees, walk, laws))
 
 
 def nodes_at(decoder: RheoDecoder, prompts: list[list[int]], temperature: float) -> WalkedNodes:
@@ -50,14 +49,14 @@ def nodes_at(decoder: RheoDecoder, prompts: list[list[int]], temperature: float)
     decoder.calibrator.seen.clear()
     for seed, prompt in enumerate(prompts):
         decoder.generate([prompt], SamplingParams(temperature=temperature, seed=seed, max_new_tokens=TOKENS))
-    parts = [vars(part).values() for part in decoder.calibrator.seen]
-    return WalkedNodes(*(np.concatenate(values) for values in zip(*parts, strict=True)))
+    names = ("requests", "masses", "target_probs")
+    return WalkedNodes(*(np.concatenate([getattr(part, name) for part in decoder.calibrator.seen]) for name in names))
 
 
 def explained(nodes: WalkedNodes, half: NDArray[np.bool_]) -> None:
     """Print the variance explained per feature and m."""
     features = {
-        "mass of the tail": lambda m: nodes.draft_probs[:, m:].sum(axis=1),
+        "mass of the tail": lambda m: nodes.masses[:, m:].sum(axis=1),
         "its likeliest": lambda m: nodes.masses[:, m],
     }
     overlaps = [nodes.probe(m)[0] for m in range(MOST_LEADS)]
@@ -72,28 +71,12 @@ def explained(nodes: WalkedNodes, half: NDArray[np.bool_]) -> None:
         print(f"  {name}: " + ", ".join(f"{share:+.2f}" for share in shares) + " for m = 0 to 3")
 
 
-def readings(nodes: WalkedNodes, temperature: float) -> None:
-    """Print what leads earn above some prices where their curve is read at the draft's law of other temperatures."""
-    parts = np.arange(len(nodes.requests)) * 6 // len(nodes.requests) % 3  # neighbours are of one text
-    chances = nodes.target_probs[:, :BRANCHING]
-    for divisor in (*READ_AT, temperature):
-        read = at_temperature(nodes.masses, np.full(len(parts), divisor))[:, :BRANCHING]
-        curve = np.zeros_like(read)
-        for part in range(3):
-            seen = read[parts != part].ravel()
-            order = np.argsort(seen)
-            rising = isotonic_regression(chances[parts != part].ravel()[order]).x
-            curve[parts == part] = np.interp(read[parts == part], seen[order], rising)
-        earned = [((chances - price) * (curve >= price)).sum(axis=1).mean() for price in PRICES]
-        print(f"  leads read at temperature {divisor}: " + ", ".join(f"{value:.4f}" for value in earned))
-
-
 def sharpened(nodes: WalkedNodes) -> None:
     """Print the overlap of probes that are drawn at another temperature than the request's."""
     for m in (1, 2, 3):
         overlaps = []
         for factor in PROBE_TEMPERATURES:
-            law = nodes.draft_probs[:, m:] ** (1 / factor)
+            law = nodes.masses[:, m:] ** (1 / factor)
             law /= law.sum(axis=1, keepdims=True).clip(min=1e-300)
             overlaps.append(f"{factor} T: {np.minimum(nodes.target_probs[:, m:], law).sum(axis=1).mean():.4f}")
         print(f"  overlap, m = {m}, probe at " + ", ".join(overlaps))
@@ -159,7 +142,6 @@ def main() -> None:
         nodes = nodes_at(decoder, prompts, temperature)
         count = len(nodes.requests)
         print(f"T = {temperature}: {count} nodes")
-        readings(nodes, temperature)
         sharpened(nodes)
         explained(nodes, np.random.default_rng(0).random(count) < 0.5)
         curves = load_weights("embedded").at(temperature)

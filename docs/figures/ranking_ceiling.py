@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from optimized import RheoConfig, RheoDecoder, SamplingParams
 from optimized.bench.contexts import CommonContexts, choose_positions
 from optimized.bench.questions import read_sets
-from optimized.calibration import at_temperature, load_weights
+from optimized.calibration import load_weights
 from optimized.trees import TreeBatch
 
 QUESTIONS, POSITIONS, TOKENS, TEMPERATURES = 12, 6, 64, (1.0, 0.6)  # questions of each set
@@ -51,7 +51,7 @@ class Supertree:
         parents: [nodes] int, -1 for the root.
         slots: [nodes] int, which of its parent's slots each is.
         depths: [nodes] int.
-        masses: [nodes, support] of the ranked tokens, what curves are read at.
+        masses: [nodes, support] of the ranked tokens, tempered.
         ranks: [nodes, SLOTS] int, which of them each slot holds: the lead, the probe, fills.
         expected: [nodes, SLOTS] chance that the walk goes on through a slot, before the probe is drawn.
         chances: [nodes, SLOTS] the same, given the probe.
@@ -117,20 +117,11 @@ def supertrees(
     ids, masses = trees.probe_law_ids.gather(1, columns), trees.masses.gather(1, columns)
     for b in range(len(places)):
         probs = target_laws[b].gather(1, ids[b]).numpy()
-        read = masses[b].numpy()
-        draft = at_temperature(read, np.full(len(read), temperature))
-        yield _supertree(trees, b, rows[b].tolist(), ids[b].numpy(), read, draft, probs, question)
+        yield _supertree(trees, b, rows[b].tolist(), ids[b].numpy(), masses[b].numpy(), probs, question)
 
 
 def _supertree(
-    trees: TreeBatch,
-    b: int,
-    rows: list[int],
-    ids: NDArray[np.int64],
-    masses: Values,
-    draft: Values,
-    probs: Values,
-    question: int,
+    trees: TreeBatch, b: int, rows: list[int], ids: NDArray[np.int64], masses: Values, probs: Values, question: int
 ) -> Supertree:
     node_of = {row: node for node, row in enumerate(rows)}
     parents, slots, depths = (getattr(trees, name)[b, rows].numpy() for name in ("parents", "slots", "depths"))
@@ -139,7 +130,7 @@ def _supertree(
         node = node_of[int(trees.parents[b, row])]
         probe[node] = int((ids[node] == int(trees.token_ids[b, row])).argmax())
     ranks = np.array([[0, p, *(r for r in range(1, SLOTS) if r != p)][:SLOTS] for p in probe])
-    tail = np.where(np.arange(draft.shape[1]) > 0, draft, 0)
+    tail = np.where(np.arange(masses.shape[1]) > 0, masses, 0)
     law = tail / tail.sum(axis=1, keepdims=True)
     rest = np.maximum(probs - law, 0)
     overlap, own = np.minimum(probs, law).sum(axis=1), probe[:, None]
@@ -156,11 +147,15 @@ def capped(weights: Values) -> Values:
     return np.concatenate([weights[:, :2], np.minimum(weights[:, 2:], weights[:, 1:2])], axis=1)
 
 
-def paper(tree: Supertree) -> Values:
-    draft = at_temperature(tree.masses, np.ones(len(tree.masses)))
-    found = np.take_along_axis(draft, tree.ranks, 1)
-    found[:, 1] = np.maximum(draft[:, 1], np.minimum(draft[:, 0], 1 - draft[:, 0]))
-    return capped(found)
+def paper(temperature: float) -> Callable[[Supertree], Values]:
+    def weights(tree: Supertree) -> Values:
+        draft = tree.masses**temperature
+        draft /= draft.sum(axis=1, keepdims=True)
+        found = np.take_along_axis(draft, tree.ranks, 1)
+        found[:, 1] = np.maximum(draft[:, 1], np.minimum(draft[:, 0], 1 - draft[:, 0]))
+        return capped(found)
+
+    return weights
 
 
 def calibrated(temperature: float) -> Callable[[Supertree], Values]:
@@ -238,7 +233,7 @@ def main() -> None:
             tree for index, prompt in enumerate(prompts) for tree in supertrees(decoder, prompt, temperature, index)
         ]
         questions = np.array([tree.question for tree in trees])
-        orders = {"paper": paper, "calibrated": calibrated(temperature)}
+        orders = {name: make(temperature) for name, make in (("paper", paper), ("calibrated", calibrated))}
         lengths = {
             name: np.array([tree.lengths(order(tree)) for tree in trees])
             for name, order in (orders | {"true chances": known}).items()
