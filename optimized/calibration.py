@@ -24,8 +24,7 @@ from optimized.models.embedded import embedded_head_dir
 from optimized.ranges import arange
 from optimized.trees import TreeBatch
 from optimized.verification import VerifyBatch
-from reference.api import GREEDY_TEMPERATURE
-from reference.weights import BANDS, KNOTS, LEAST, MOST_LEADS, READING_TEMPERATURE, Curve, Curves, Weights, band_of
+from reference.weights import BANDS, KNOTS, LEAST, MOST_LEADS, Curve, Curves, Weights, band_of
 
 KINDS = ("lead", "probe", "fill")
 FURTHER = 9  # probes behind the first whose shares are learned
@@ -109,7 +108,7 @@ class Calibrator:
             return
         if failed is not None:
             walk = replace(walk, rows=walk.rows.masked_fill(failed[:, None], -1))
-        nodes = walked_nodes(trees, walk, laws, temperatures)
+        nodes = walked_nodes(trees, walk, laws)
         of_request = np.array([band_of(float(temperature)) for temperature in temperatures.tolist()], dtype=np.int64)
         bands = of_request[nodes.requests]
         for kind, points in enumerate(_points(nodes, bands, branching)):
@@ -165,25 +164,18 @@ class WalkedNodes:
 
     Attributes:
         requests: [n] int.
-        masses: [n, support] of the ranked tokens, what curves are read at.
-        draft_probs: [n, support] of the same tokens, the law that draws at the request's temperature, leads included.
+        masses: [n, support] of the ranked tokens, under the law that draws at the request's temperature.
         target_probs: [n, support] of the same tokens.
     """
 
     requests: NDArray[np.int64]
     masses: NDArray[np.float64]
-    draft_probs: NDArray[np.float64]
     target_probs: NDArray[np.float64]
-
-    def __getitem__(self, some: NDArray[np.bool_]) -> WalkedNodes:
-        """Some of them."""
-        return WalkedNodes(*(values[some] for values in vars(self).values()))
 
     def probe(self, m: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Behind m leads: [n] the overlap of p and q~, and [n, support - m] max(0, p - q~)."""
-        tail = self.draft_probs[:, m:]
-        mass = tail.sum(axis=1, keepdims=True)
-        law = np.divide(tail, mass, out=np.zeros_like(tail), where=mass > 0)
+        mass = self.masses[:, m:].sum(axis=1, keepdims=True)
+        law = np.divide(self.masses[:, m:], mass, out=np.zeros_like(self.masses[:, m:]), where=mass > 0)
         target_probs = self.target_probs[:, m:]
         return np.minimum(target_probs, law).sum(axis=1), np.maximum(target_probs - law, 0)
 
@@ -196,7 +188,7 @@ class WalkedNodes:
             [n, count] the chance that the walk goes on through the first probe, the second and so on, each exact but
             for the earlier ones' tokens; [n, support - m] that of a fill behind them; and which tokens were drawn.
         """
-        left, target_probs = self.draft_probs[:, m:].copy(), self.target_probs[:, m:].copy()
+        left, target_probs = self.masses[:, m:].copy(), self.target_probs[:, m:].copy()
         alive, rows, drawn = np.ones(len(left)), np.arange(len(left)), np.zeros(left.shape, dtype=bool)
         chances = np.zeros((len(left), count))
         for probe in range(count):
@@ -215,7 +207,7 @@ class WalkedNodes:
         return chances, alive[:, None] * target_probs, drawn
 
 
-def walked_nodes(trees: TreeBatch, walk: VerifyBatch, laws: list[Tensor], temperatures: Tensor) -> WalkedNodes:
+def walked_nodes(trees: TreeBatch, walk: VerifyBatch, laws: list[Tensor]) -> WalkedNodes:
     """The nodes of one step; arguments as of ``Calibrator.observe``."""
     assert trees.law_rows is not None
     assert trees.masses is not None
@@ -231,17 +223,7 @@ def walked_nodes(trees: TreeBatch, walk: VerifyBatch, laws: list[Tensor], temper
         masses.append(trees.masses[found, index])
         probs.append(law[found].gather(1, ids))
         requests.append(found)
-    of_request, read, target_probs = (torch.cat(parts).cpu().numpy() for parts in (requests, masses, probs))
-    return WalkedNodes(of_request, read, at_temperature(read, temperatures.cpu().numpy()[of_request]), target_probs)
-
-
-def at_temperature(masses: NDArray[np.float64], temperatures: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[n, support] the law of another temperature than ``READING_TEMPERATURE``, [n]; greedy ones are taken as 1."""
-    divisor = np.where(temperatures >= GREEDY_TEMPERATURE, temperatures, 1.0)
-    with np.errstate(divide="ignore"):
-        logits = np.log(masses) * (READING_TEMPERATURE / divisor)[:, None]
-    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return weights / weights.sum(axis=1, keepdims=True)
+    return WalkedNodes(*(torch.cat(parts).cpu().numpy() for parts in (requests, masses, probs)))
 
 
 def _points(nodes: WalkedNodes, bands: NDArray[np.int64], branching: int) -> tuple[Points, Points, Points]:
@@ -254,7 +236,7 @@ def _points(nodes: WalkedNodes, bands: NDArray[np.int64], branching: int) -> tup
     leads = points(bands, nodes.masses[:, :first], nodes.target_probs[:, :first])
     sampled = bands > 0
     bands = bands[sampled]
-    nodes = nodes[sampled]
+    nodes = WalkedNodes(nodes.requests[sampled], nodes.masses[sampled], nodes.target_probs[sampled])
     probes, fills = [], []
     for m in range(min(MOST_LEADS + 1, first)):
         overlap, rest = nodes.probe(m)

@@ -22,7 +22,7 @@ from optimized.trees import LevelNodes, TreeBatch
 from optimized.verification import TargetLaw, VerifyBatch, WalkNoise, check_walk
 from optimized.weighing import LOWS, TIE, WIDTHS, band_of, curve_table, least_log_score, probe_shares
 from reference.api import GREEDY_TEMPERATURE, RheoConfig, Verification
-from reference.weights import KNOTS, LEAST, MOST_LEADS, READING_TEMPERATURE
+from reference.weights import KNOTS, LEAST, MOST_LEADS
 
 SEGMENTS = np.array([KNOTS, LOWS, WIDTHS])
 NO_CURVES = np.zeros((0, 6, len(KNOTS)))
@@ -59,7 +59,6 @@ def level_slots(
         config.draft_support,
         draws,
         GREEDY_TEMPERATURE,
-        READING_TEMPERATURE,
         least_log_score(config.score_threshold),
         values,
         shares,

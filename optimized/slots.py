@@ -11,7 +11,6 @@ from torch import Tensor
 from optimized.ranges import arange, between, constant
 from optimized.weighing import Chances, lead_count, least_log_score, slot_chances
 from reference.api import GREEDY_TEMPERATURE, RheoConfig
-from reference.weights import READING_TEMPERATURE
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,13 +134,13 @@ def level_slots(
     room = min(branching, support) - config.fewest_leads
     draws = min(config.probes, room) if children is None else min(max(children), support)
     probing = config.proposal != "topk" and draws > 0
-    if probing:
+    if probing or config.weights is not None:
         sampled = (temperatures >= GREEDY_TEMPERATURE).view(-1, 1, 1)
         tempered = kept / torch.where(sampled, temperatures.view(-1, 1, 1), 1.0)
     lead_weights = q
     chances: Chances | None = None
     if config.weights is not None:
-        masses = torch.where(ranked, torch.softmax(kept / READING_TEMPERATURE, dim=-1), 0.0)
+        masses = torch.where(ranked, torch.softmax(tempered, dim=-1), 0.0)
         chances = slot_chances(config.weights, masses, temperatures, config.probes)
         lead_weights = chances.lead
         if config.lead_tokens == "auto":

@@ -28,7 +28,7 @@ from proofs_tests.tiny_models import byte_tokenizer
 from proofs_tests.toy import ToyDrafter, random_logits
 from proofs_tests.toy_models import PathDrafter, PathTarget, text_counts, text_law
 from reference.api import RheoConfig
-from reference.weights import KNOTS, READING_TEMPERATURE, Curve, Curves, Weights, band_of
+from reference.weights import KNOTS, Curve, Curves, Weights, band_of
 
 
 def decoder(calibrator: Calibrator | None = None, **config: object) -> RheoDecoder:
@@ -57,14 +57,12 @@ def test_chances_are_the_exact_ones_by_hand() -> None:
             seen.append((kind, points.masses.tolist(), points.chances.tolist()))
 
     Recorder().observe(trees, walk, laws.kept, 2, torch.ones(1))
-    read = q ** (1 / READING_TEMPERATURE)
-    read /= read.sum()
     expected = {
-        0: (read[:2], [0.25, 0.25]),
+        0: ([0.5, 0.25], [0.25, 0.25]),
         # m = 0: q~ = q, overlap 1/4 + 1/4 + 1/4; m = 1: q~ = (1/2, 1/2) over the tail, overlap 1/4 + 1/2.
-        1: (read[:2], [0.75, 0.75]),
+        1: ([0.5, 0.25], [0.75, 0.75]),
         # m = 0: max(0, p - q) of the two ranked first; m = 1: of the second, max(0, 1/4 - 1/2).
-        2: (read, [0.0, 0.0, 0.0]),
+        2: ([0.5, 0.25, 0.25], [0.0, 0.0, 0.0]),
     }
     assert len(seen) == 3
     for kind, masses, chances in seen:
@@ -76,8 +74,7 @@ MASSES, TARGET = np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.1, 0.1, 0.3, 0.2]) 
 
 
 def equal_nodes(count: int) -> WalkedNodes:
-    masses = np.tile(MASSES, (count, 1))
-    return WalkedNodes(np.zeros(count, int), masses, masses, np.tile(TARGET, (count, 1)))
+    return WalkedNodes(np.zeros(count, int), np.tile(MASSES, (count, 1)), np.tile(TARGET, (count, 1)))
 
 
 def exact_chances(law: dict[int, float], left: dict[int, float], probes: int) -> list[float]:

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from reference.numbers import Number, Vector, check_law, is_exact
 from reference.topology import StaticShape, Topology, canonical_topology, static_shape
-from reference.weights import READING_TEMPERATURE, Weights
+from reference.weights import Weights
 
 Proposal = Literal["rheo", "topk", "static"]
 Verification = Literal["rheo", "rrsw"]
@@ -274,10 +274,6 @@ class DraftLaw:
     def vocab_size(self) -> int:
         """Length of both laws."""
         return int(self.construction.size)
-
-    def reading(self) -> Vector:
-        """[vocab_size] what calibrated curves are read at: q at ``READING_TEMPERATURE``, or q itself without logits."""
-        return self.construction if self.kept_logits is None else softmax(self.kept_logits / READING_TEMPERATURE)
 
     def ranked_tokens(self) -> NDArray[np.int64]:
         """x_1, x_2, ...: the tokens with q > 0, largest first, ties by lower token id."""

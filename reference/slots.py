@@ -141,14 +141,12 @@ def plan_slots(
         ceiling = masses[max(lead_tokens, 1) - 1 : max(lead_tokens, 1)].min(initial=one)
     else:
         curves = config.weights.at(0.0 if law.sampling is None else law.temperature)
-        masses = law.reading()[ranked]
+        masses = q if law.sampling is None else law.sampling[ranked]
         weights, fill_weights = tuple(map(curves.lead, masses)), tuple(map(curves.fill, masses))
         ceiling = one
         if config.lead_tokens == "auto" and law.sampling is not None:
-            behind = None if law.kept_logits is not None else drawable(law.sampling[ranked])
-            lead_tokens = lead_count(
-                curves, [*masses], num_slots, score, config.node_price, record, config.probes, behind
-            )
+            drawable = [mass for mass in masses if mass > 0]
+            lead_tokens = lead_count(curves, drawable, num_slots, score, config.node_price, record, config.probes)
         # rrsw verifies siblings in the total order, so there the leads have to stay before the probe.
         if config.verification == "rrsw" and lead_tokens:
             ceiling = min(weights[:lead_tokens])
@@ -174,11 +172,6 @@ def plan_slots(
         ceiling=ceiling,
         promises=promises,
     )
-
-
-def drawable(sampling: Vector) -> list[int]:
-    """How many tokens have mass behind the first so many, for every number of them."""
-    return [int((sampling[m:] > 0).sum()) for m in range(len(sampling) + 1)]
 
 
 def tail_law(law: DraftLaw, tail: np.ndarray) -> Vector | None:

@@ -4,9 +4,9 @@ A path score that is a product of chances is the chance that the whole path is a
 budget where it pays. Any weight in (0, 1] that is known before the probe's token, a fill's never above its probe's,
 keeps the output lossless (docs/generalisations.md); how good the chances are decides the acceptance only.
 
-A chance is read off a curve. The argument is the draft's own mass at ``READING_TEMPERATURE``, whatever the request's:
-of the token for leads and fills, and for a probe that of the likeliest token it may be. (The mass of all its tail says
-little: where the tail is heavy, the draft matches badly.)
+A chance is read off a curve. The argument is the draft's own mass, under the law that draws at the request's
+temperature (at temperature 1 for a greedy request): of the token for leads and fills, and for a probe that of the
+likeliest token it may be. (The mass of all its tail says little: where the tail is heavy, the draft matches badly.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ KNOTS: tuple[float, ...] = (*(2.0**-k for k in range(12, 0, -1)), 0.625, 0.75, 0
 
 
 LEAST = 2.0**-100
-READING_TEMPERATURE = 1.4  # of the draft's law whose masses curves are read at: it tells nodes apart best
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,6 @@ def lead_count(
     price: Number,
     record: Callable[[float], None] | None = None,
     probes: int = 1,
-    drawable: Sequence[int] | None = None,
 ) -> int:
     """The m of ``lead_tokens="auto"``: whose slots promise most, each what its path score has above the price.
 
@@ -162,13 +160,12 @@ def lead_count(
 
     Args:
         curves: of the request's temperature.
-        masses: of the ranked tokens, largest first.
+        masses: of the ranked tokens, largest first; only those with mass to sample.
         slots: how many slots the node has.
         score: the node's path score.
         price: the path score that earns a place in the tree.
         record: is told how close each comparison was.
         probes: how many a node has where there is room for them.
-        drawable: how many tokens have mass to sample behind each number of leads; None when all have.
 
     Returns:
         m in 0 .. ``MOST_LEADS``; ``slots`` where a node without a probe promises more.
@@ -180,9 +177,7 @@ def lead_count(
     leads = [above(curves.lead(mass)) for mass in masses[:slots]]
     best, promise = slots, sum(leads)
     for m in range(min(MOST_LEADS, slots - 1, len(masses) - 1), -1, -1):
-        count = min(probes, slots - m, len(masses) - m if drawable is None else drawable[m])
-        if count == 0:
-            continue
+        count = min(probes, slots - m, len(masses) - m)
         drawn = curves.probes(masses[m : m + count])
         fills = sum(above(min(drawn[-1], curves.fill(mass))) for mass in masses[m : slots - count])
         total = sum(leads[:m]) + sum(map(above, drawn)) + fills

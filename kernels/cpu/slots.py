@@ -34,7 +34,6 @@ class Shape(NamedTuple):
         support: how many of the largest logits make a law.
         draws: the most probes of a node; 0 for none.
         greedy_below: temperatures below it are greedy.
-        reading: the temperature of the law whose masses curves are read at.
         least_score: logarithm of the path score that a slot must reach; -inf for none.
     """
 
@@ -44,7 +43,6 @@ class Shape(NamedTuple):
     support: int
     draws: int
     greedy_below: float
-    reading: float
     least_score: float
 
 
@@ -290,15 +288,16 @@ def node_slots(
     softmax(kept, 0, count, 1.0, q)
     ranked = positive(q, count)
     sampled = temperature >= shape.greedy_below
+    divisor = temperature if sampled else 1.0
     num_slots, m = min(shape.branching, ranked), shape.lead_tokens
     if curves.used:
-        softmax(kept, 0, ranked, shape.reading, masses)
+        softmax(kept, 0, ranked, divisor, masses)
         if m == AUTO:
             m = lead_count(curves, masses, positive(masses, ranked), num_slots, shape.most_leads, np.exp(score))
     drawn = 0
     places, proxies = np.empty(shape.draws, np.int64), np.empty(shape.draws)
     if shape.draws > 0 and sampled and num_slots > m:
-        softmax(kept, m, ranked, temperature, law)
+        softmax(kept, m, ranked, divisor, law)
         drawn = draw_probes(curves, law, q, masses, m, ranked, num_slots - m, uniforms, places, proxies)
     following = m
     for slot in range(num_slots):
@@ -328,7 +327,7 @@ def node_slots(
     array(NUMBER, 3),
     array(INTEGER, 1),
     *[INTEGER] * 5,
-    *[NUMBER] * 3,
+    *[NUMBER] * 2,
     array(NUMBER, 3),
     *[array(NUMBER, 2)] * 2,
     NUMBER,
@@ -347,7 +346,6 @@ def level_slots(
     support: int,
     draws: int,
     greedy_below: float,
-    reading: float,
     least_score: float,
     values: Floats,
     shares: Floats,
@@ -365,14 +363,14 @@ def level_slots(
         temperatures: [batch].
         uniforms: [batch, beam, draws or more] in [0, 1).
         vocab_map: [draft vocab] target ids, increasing; empty where they are the draft's.
-        lead_tokens, most_leads, branching, support, draws, greedy_below, reading, least_score: see ``Shape``.
+        lead_tokens, most_leads, branching, support, draws, greedy_below, least_score: see ``Shape``.
         values, shares, knots, least, probe_first, price, tie: see ``Curves``, with a row per request; without
             weights ``values`` is empty.
     """
     batch, beam, vocab = logits.shape
     support = min(support, vocab)
     used = values.size > 0
-    shape = Shape(lead_tokens, most_leads, branching, support, draws, greedy_below, reading, least_score)
+    shape = Shape(lead_tokens, most_leads, branching, support, draws, greedy_below, least_score)
     slots = Slots(
         np.zeros((batch, beam, shape.branching), np.int64),
         np.full((batch, beam, shape.branching), -np.inf),
