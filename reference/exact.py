@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
-from typing import get_args
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from reference.growth import Draft, OfferedNode, build_tree
 from reference.numbers import Number, Vector, check_law
 from reference.slots import SlotPlan, plan_slots
 from reference.tree import DraftTree, ProbeLaw, law_without
-from reference.verification import check_target, residual, without_tokens
+from reference.verification import check_rule, check_target, residual, without_tokens
 
 Path = tuple[int, ...]
 Target = Callable[[Path], Sequence[Number] | Vector]  # path, the tokens below the root -> [vocab_size] law after it
@@ -369,8 +368,3 @@ def _checked(target: Target) -> Callable[[Path], Vector]:
 def _check_horizon(horizon: int) -> None:
     if isinstance(horizon, bool) or not isinstance(horizon, int | np.integer) or horizon < 1:
         raise ValueError(f"horizon must be an integer >= 1, got {horizon!r}")
-
-
-def check_rule(rule: str) -> None:
-    if rule not in get_args(Verification):
-        raise ValueError(f"rule must be one of {get_args(Verification)}, got {rule!r}")

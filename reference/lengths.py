@@ -13,12 +13,13 @@ from functools import cache, reduce
 import numpy as np
 
 from reference.api import Verification
-from reference.exact import check_rule, step_law
+from reference.exact import step_law
 from reference.numbers import Number, Vector, as_number
 from reference.tree import DraftTree, law_without
-from reference.verification import check_target
+from reference.verification import check_rule, check_target
 
 TargetProbs = Sequence[Sequence[Number] | Vector] | np.ndarray
+Step = tuple[dict[int, Number], Number, Vector]  # what ``step_law`` gives
 
 
 def expected_acceptance_length(tree: DraftTree, target_probs: TargetProbs, rule: Verification = "rheo") -> Number:
@@ -40,12 +41,17 @@ def expected_acceptance_length(tree: DraftTree, target_probs: TargetProbs, rule:
     reached: list[Number] = [as_number(1, laws[0]), *([0] * (len(tree) - 1))]
     length: Number = 0
     for row, law in enumerate(laws):
-        entered, mass, last = step_law(tree, row, law, rule)
+        step = step_law(tree, row, law, rule)
         for child in tree.children(row):
-            here = entered[child] if child in entered else mass * last[tree.token_ids[child]]
-            reached[child] = reached[row] * here
+            reached[child] = reached[row] * _chance(tree, child, step)
         length += reached[row]
     return length
+
+
+def _chance(tree: DraftTree, child: int, step: Step) -> Number:
+    """That the walk goes down to a child from where its parent's step is made."""
+    entered, mass, last = step
+    return entered[child] if child in entered else mass * last[tree.token_ids[child]]
 
 
 def smoothed_acceptance_length(tree: DraftTree, target_probs: TargetProbs, rule: Verification = "rheo") -> Number:
@@ -58,11 +64,7 @@ def smoothed_acceptance_length(tree: DraftTree, target_probs: TargetProbs, rule:
 
     Args:
         tree: the draft tree, with the scores that it was grown by.
-        target_probs: [rows, vocab_size] the target's law after each row's path, tempered and filtered.
-        rule: "rheo" or "rrsw".
-
-    Raises:
-        ValueError: as ``reference.verify``.
+        target_probs, rule: as of ``expected_acceptance_length``, which raises the same.
     """
     check_rule(rule)
     laws = check_target(tree, target_probs)
@@ -70,30 +72,26 @@ def smoothed_acceptance_length(tree: DraftTree, target_probs: TargetProbs, rule:
     entered_by: list[list[int]] = [[] for _ in laws]  # every row's children so far
 
     @cache
-    def step(row: int, count: int) -> tuple[dict[int, Number], Number, Vector]:
+    def step_with(row: int, count: int) -> Step:
         return step_law(tree, row, laws[row], rule, entered_by[row][:count])
 
-    def chance(child: int) -> Number:
-        parent = tree.parents[child]
-        entered, mass, last = step(parent, len(entered_by[parent]))
-        return entered[child] if child in entered else mass * last[tree.token_ids[child]]
+    def step(row: int) -> Step:
+        return step_with(row, len(entered_by[row]))
 
-    def probe_chance(probe: int) -> Number:
-        parent = tree.parents[probe]
-        _, mass, last = step(parent, len(entered_by[parent]))
+    def next_probe(parent: int) -> Number:
+        _, mass, last = step(parent)
         drawn = [tree.token_ids[child] for child in entered_by[parent] if tree.is_probe[child]]
         token_ids, law = reduce(law_without, drawn, tree.probe_laws[parent])
         return mass * np.minimum(last[list(token_ids)], law).sum()
 
     length: Number = as_number(1, laws[0])
     for row in order:
-        here: Number = 1
-        if tree.is_probe[row]:
-            here = probe_chance(row)
-        entered_by[tree.parents[row]].append(row)
-        above = tree.parents[row] if tree.is_probe[row] else row
-        while above != 0:
-            here *= chance(above)
-            above = tree.parents[above]
+        parent = tree.parents[row]
+        here, below = (next_probe(parent), parent) if tree.is_probe[row] else (1, row)
+        entered_by[parent].append(row)
+        while below != 0:
+            above = tree.parents[below]
+            here *= _chance(tree, below, step(above))
+            below = above
         length += here
     return length

@@ -38,8 +38,7 @@ def verify(
         ValueError: wrong shapes, a row that is no law (the row is named), a token beyond the vocabulary, an unknown
             rule.
     """
-    if rule not in get_args(Verification):
-        raise ValueError(f"rule must be one of {get_args(Verification)}, got {rule!r}")
+    check_rule(rule)
     laws = check_target(tree, target_probs)
     if len(noise.accept_uniforms) < len(tree):
         raise ValueError(f"noise has {len(noise.accept_uniforms)} rows, the tree has {len(tree)}")
@@ -118,6 +117,12 @@ def without_tokens(target_law: Vector, token_ids: Sequence[int]) -> Vector:
     rest[list(token_ids)] = 0
     total = rest.sum()
     return rest / total if total > 0 else target_law
+
+
+def check_rule(rule: str) -> None:
+    """Raises what ``verify`` says it raises about ``rule``."""
+    if rule not in get_args(Verification):
+        raise ValueError(f"rule must be one of {get_args(Verification)}, got {rule!r}")
 
 
 def check_target(tree: DraftTree, target_probs: Sequence[Sequence[Number] | Vector] | np.ndarray) -> list[Vector]:
