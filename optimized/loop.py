@@ -140,16 +140,15 @@ class BatchLoop:
                     trees = drafting.trees(shape, committed, sampling.temperatures, noise)
                 clock.enter("target")
                 token_ids = torch.cat([committed.last, trees.token_ids[:, 1:]], dim=1)
-                logits, features = self.target.forward_tree(token_ids, trees.depths, trees.ancestors())
+                rows = token_ids, trees.depths, trees.ancestors(), trees.num_nodes
+                logits, features = self.target.forward_tree(*rows)
             clock.enter("sampling")
             laws = TargetLaws(logits, sampling, trees)
             walk, read = self._verify(trees, laws, noise)
             if step > 0 and any(values[TARGET_FAILED] for values in read):
                 # Perhaps only a node that the walk does not need is NaN, and has spoiled the rows beside it.
                 clock.enter("target")
-                logits, features = self.target.forward_tree(
-                    token_ids, trees.depths, trees.ancestors(), contain_nan=True
-                )
+                logits, features = self.target.forward_tree(*rows, contain_nan=True)
                 clock.enter("sampling")
                 laws = TargetLaws(logits, sampling, trees)
                 walk, read = self._verify(trees, laws, noise)

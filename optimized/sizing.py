@@ -45,7 +45,7 @@ class StepCosts:
     Attributes:
         plain: without a draft, one row per request.
         base: with a draft that offers one level, no node of which is kept.
-        node: one more node in every request's tree.
+        node: one more node in every request's tree, be it in one in two of them two more.
         level: one more level.
     """
 
@@ -151,7 +151,8 @@ class TreeSizer:
         """Learn from a step; see ``Sizing.observe``."""
         costs = self.costs(trees.batch_size)
         drafted = trees.depth > 0
-        expected = costs.seconds(trees.rows - 1, trees.depth - 1) if drafted else costs.plain
+        nodes = float(trees.num_nodes.sum()) / trees.batch_size - 1  # rows without padding: that costs next to nothing
+        expected = costs.seconds(nodes, trees.depth - 1) if drafted else costs.plain
         if seconds is not None:
             self._slowness[drafted].add(min(seconds / expected, LONGEST_STEP), 1.0)
         if shape is None or not drafted:
@@ -163,7 +164,7 @@ class TreeSizer:
         further = (chances - float(shape.score_threshold)).clamp(min=0).where(trees.depths > 1, 0.0)
         seen = [chances[:, 1:].sum(), (walk.counts - 1).sum(), further.sum(), bests[:, 1:-1].where(went_on, 0.0).sum()]
         promised, accepted, gains, best = (torch.stack(seen) / trees.batch_size).tolist()
-        self._pace(trees.batch_size).add(trees.rows - 1, trees.depth - 1, promised)
+        self._pace(trees.batch_size).add(nodes, trees.depth - 1, promised)
         # What is not tried drifts back to what is assumed, until it is.
         self._honesty.add(*((accepted, promised) if promised > 0 else (1 / LONG_MEMORY, 1 / LONG_MEMORY)))
         self._gain.add(*((gains, best) if best > 0 else (PRIOR_GAIN / LONG_MEMORY, 1 / LONG_MEMORY)))

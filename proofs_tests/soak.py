@@ -87,9 +87,14 @@ class FaultyTarget(TargetModel):
         return self.plan.meet(self._texts, logits, "target"), features
 
     def forward_tree(
-        self, token_ids: Tensor, depths: Tensor, ancestors: Tensor, contain_nan: bool = False
+        self,
+        token_ids: Tensor,
+        depths: Tensor,
+        ancestors: Tensor,
+        counts: Tensor | None = None,
+        contain_nan: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        logits, features = super().forward_tree(token_ids, depths, ancestors, contain_nan)
+        logits, features = super().forward_tree(token_ids, depths, ancestors, counts, contain_nan)
         self._tree = token_ids
         return self.plan.meet(self._texts, logits, "target"), features
 

@@ -87,7 +87,9 @@ def test_causal_drafter_equals_plain_forward_along_every_path(make, lengths):
 def test_causal_drafter_reads_long_texts_in_pieces(monkeypatch, rows):
     monkeypatch.setattr(kv_cache, "CHUNK_ROWS", rows)
     widest, run = [], CachedModel.forward
-    spied = lambda runner, tokens, *args: widest.append(tokens.shape[1]) or run(runner, tokens, *args)  # noqa: E731
+    spied = lambda runner, tokens, *args, **options: (  # noqa: E731
+        widest.append(tokens.shape[1]) or run(runner, tokens, *args, **options)
+    )
     monkeypatch.setattr(CachedModel, "forward", spied)
     check_steps(llama(), [2, 9, 4])
     assert (widest[0], max(widest)) == (rows, 3)  # the beam is as wide as that

@@ -119,9 +119,9 @@ def run_steps(model, prompts, feature_layers=(), steps=4, seed=0):
         shape = [ancestors_and_depths(p) for p in parents]
         token_ids = torch.randint(VOCAB, (len(texts), 8), generator=generator)
         token_ids[:, 0] = torch.tensor([text[-1] for text in texts])
-        logits, features = target.forward_tree(
-            token_ids, torch.stack([s[1] for s in shape]), torch.stack([s[0] for s in shape])
-        )
+        counts = torch.tensor([sum(row == 0 or p >= 0 for row, p in enumerate(tree)) for tree in parents])
+        rows = token_ids, torch.stack([s[1] for s in shape]), torch.stack([s[0] for s in shape])
+        logits, features = target.forward_tree(*rows, counts if step % 2 else None)
         chosen = []
         for b, text in enumerate(texts):
             used = [row for row in range(8) if row == 0 or parents[b][row] >= 0]
@@ -334,8 +334,8 @@ def test_prefill_in_chunks_equals_one_piece(attention, lengths, monkeypatch):
     batch, longest = len(lengths), max(lengths)
     masks, extend = [], TreeCache.extend
 
-    def spied(cache, visible, dtype):
-        mask = extend(cache, visible, dtype)
+    def spied(cache, visible, *options):
+        mask = extend(cache, visible, *options)
         masks.append(tuple(mask.shape))
         return mask
 

@@ -53,7 +53,12 @@ class PathTarget:
         return torch.stack([self._answer(text) for text in self.texts]).to(self.device), features.to(self.device)
 
     def forward_tree(
-        self, token_ids: Tensor, depths: Tensor, ancestors: Tensor, contain_nan: bool = False
+        self,
+        token_ids: Tensor,
+        depths: Tensor,
+        ancestors: Tensor,
+        counts: Tensor | None = None,
+        contain_nan: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         self.passes += 1
         self._rows = [

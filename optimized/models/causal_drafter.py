@@ -10,6 +10,7 @@ from torch import Tensor
 from optimized.models.drafter import TreeMask, tree_positions
 from optimized.models.hf_model import CachedModel
 from optimized.models.kv_cache import read_texts
+from optimized.models.ragged_rows import first_rows
 from optimized.trees import LevelNodes
 
 
@@ -57,7 +58,8 @@ class CausalDrafter:
         known = self._known(token_ids)
 
         def forward(part: slice, positions: Tensor, visible: Tensor, read: Tensor) -> Tensor:
-            return self._runner.forward(known[:, part], positions, visible, self._runner.last_row(read))[0]
+            in_use = first_rows(read, visible.shape[1])
+            return self._runner.forward(known[:, part], positions, visible, in_use, last=True)[0]
 
         return read_texts(cache, known.shape[1], counts, forward)[:, 0, : self.vocab_size]
 
@@ -66,7 +68,7 @@ class CausalDrafter:
         """Draft the next level; see ``Drafter.expand``."""
         visible = self._tree.descend(level)
         positions = tree_positions(self._runner.cache.device_lengths, level)
-        logits, _ = self._runner.forward(self._known(level.token_ids), positions, visible)
+        logits, _ = self._runner.forward(self._known(level.token_ids), positions, visible, level.valid)
         return logits[..., : self.vocab_size]
 
     def _known(self, token_ids: Tensor) -> Tensor:

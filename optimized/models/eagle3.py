@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from optimized.models import grouped_attention
 from optimized.models.drafter import TreeMask, tree_positions
 from optimized.models.kv_cache import TreeCache, read_texts
+from optimized.models.ragged_rows import RowsInUse, first_rows, pack, unpack
 from optimized.trees import LevelNodes
 
 _LLAMA_KEYS = (
@@ -102,7 +103,13 @@ class Eagle3Head(nn.Module):
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
     def forward(
-        self, embeddings: Tensor, features: Tensor, position_ids: Tensor, visible: Tensor, cache: TreeCache
+        self,
+        embeddings: Tensor,
+        features: Tensor,
+        position_ids: Tensor,
+        visible: Tensor,
+        cache: TreeCache,
+        ragged: RowsInUse | None = None,
     ) -> Tensor:
         """One pass over new rows, which stay pending in the cache.
 
@@ -112,11 +119,12 @@ class Eagle3Head(nn.Module):
             position_ids: [batch, rows] long.
             visible: see ``TreeCache.extend``.
             cache: of this head.
+            ragged: the rows in use, if all but ``visible`` is packed (see ``pack``).
 
         Returns:
             [batch, rows, hidden] before ``norm``: the next rows' features, and what ``logits`` reads.
         """
-        mask = cache.extend(visible, features.dtype)
+        mask = cache.extend(visible, features.dtype, ragged)
         return self.midlayer(embeddings, features, self.rotary_emb(features, position_ids), mask, cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -192,8 +200,9 @@ class Eagle3Drafter:
         known = features  # and not None
 
         def forward(part: slice, positions: Tensor, visible: Tensor, read: Tensor) -> Tensor:
-            fused = self.head.fc(known[:, part].to(self.device, self.head.norm.weight.dtype))
-            hidden = self._run(token_ids[:, part], fused, positions, visible)
+            in_use = RowsInUse.of(first_rows(read, visible.shape[1]), self.device)
+            fused = self.head.fc(pack(known[:, part], in_use).to(self.device, self.head.norm.weight.dtype))
+            hidden = unpack(self._run(token_ids[:, part], fused, positions, visible, in_use), in_use)
             last = (read.to(self.device) - 1)[:, None, None].expand(-1, 1, hidden.shape[2])
             return hidden.gather(1, last)
 
@@ -206,12 +215,17 @@ class Eagle3Drafter:
         visible = self._tree.descend(level)
         features = self._hidden.gather(1, level.parents[:, :, None].expand(-1, -1, self._hidden.shape[2]))
         positions = tree_positions(self._cache.device_lengths, level)
-        self._hidden = self._run(level.token_ids, features, positions, visible)
-        return self.head.logits(self._hidden)
+        in_use = RowsInUse.of(level.valid, self.device)
+        hidden = self._run(level.token_ids, pack(features, in_use), positions, visible, in_use)
+        self._hidden = unpack(hidden, in_use)
+        return unpack(self.head.logits(hidden), in_use)
 
-    def _run(self, token_ids: Tensor, features: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        embeddings = self._embedding(token_ids).to(features)
-        return self.head(embeddings, features, positions, visible, self._cache)
+    def _run(
+        self, token_ids: Tensor, features: Tensor, positions: Tensor, visible: Tensor, in_use: RowsInUse | None
+    ) -> Tensor:
+        """The head's output, packed as the features are."""
+        embeddings = self._embedding(pack(token_ids, in_use)).to(features)
+        return self.head(embeddings, features, pack(positions, in_use), visible, self._cache, in_use)
 
     def select(self, keep: Tensor) -> None:
         """Keep only these requests; see ``Drafter.select``."""

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from optimized.models.ragged_rows import pack, unpack
+
 NAME = "rheo_grouped"  # as an attention implementation
 
 
@@ -34,21 +36,25 @@ def grouped_attention(
 
     Args:
         module: the layer's attention; its ``num_key_value_groups`` query heads share a key head.
-        query: [batch, heads, rows, head_dim].
+        query: [batch, heads, rows, head_dim]; packed, [1, heads, used, head_dim], where the mask says so.
         key, value: [batch, key heads, width, head_dim].
-        attention_mask: [batch, 1, rows, width] additive, or None.
+        attention_mask: [batch, 1, rows, width] additive, or None. Its attribute ``in_use``: see ``TreeCache.extend``.
         dropout, scaling: of the scores.
         options: whatever else a model gives.
 
     Returns:
-        [batch, rows, heads, head_dim], and None for the weights.
+        [batch, rows, heads, head_dim], packed as the query is, and None for the weights.
     """
+    in_use = getattr(attention_mask, "in_use", None)
+    if in_use is not None:
+        query = unpack(query.transpose(1, 2), in_use).transpose(1, 2)
     groups = getattr(module, "num_key_value_groups", 1)
     special = any(options.get(name) is not None for name in ("position_bias", "softcap"))
     if attention_mask is None or attention_mask.shape[1] != 1 or special or not _pays(groups, query, key):
-        return sdpa_attention_forward(
+        attended, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
+        return pack(attended, in_use), None
     batch, heads, rows, head_dim = query.shape
     mask = getattr(attention_mask, "grouped", None)
     if mask is None:  # the same for all layers of a pass, so it stays with what it was made of
@@ -62,7 +68,7 @@ def grouped_attention(
         dropout_p=dropout,
         scale=scaling,
     )
-    return attended.reshape(batch, heads, rows, -1).transpose(1, 2).contiguous(), None
+    return pack(attended.reshape(batch, heads, rows, -1).transpose(1, 2).contiguous(), in_use), None
 
 
 def _pays(groups: int, query: Tensor, key: Tensor) -> bool:
@@ -77,10 +83,10 @@ AttentionInterface.register(NAME, grouped_attention)
 def can_group(model: Any) -> bool:
     """Whether all attention of a model runs by transformers' own SDPA, which ``grouped_attention`` can stand for."""
     config = model.config.get_text_config(decoder=True)
-    shared = [type(module).__module__ for module in model.modules() if getattr(module, "num_key_value_groups", 1) > 1]
-    interfaces = [getattr(sys.modules.get(name), "ALL_ATTENTION_FUNCTIONS", {}) for name in shared]
+    files = {type(module).__module__ for module in model.modules() if hasattr(module, "num_key_value_groups")}
+    interfaces = [getattr(sys.modules.get(name), "ALL_ATTENTION_FUNCTIONS", {}) for name in files]
     stock = all(interface.get("sdpa") is sdpa_attention_forward for interface in interfaces)
-    return bool(shared) and stock and getattr(config, "_attn_implementation", None) == "sdpa"
+    return bool(files) and stock and getattr(config, "_attn_implementation", None) == "sdpa"
 
 
 @contextmanager

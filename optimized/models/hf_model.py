@@ -12,6 +12,8 @@ from torch import Tensor
 
 from optimized.models.grouped_attention import can_group, grouped
 from optimized.models.kv_cache import TreeCache
+from optimized.models.ragged_rows import RowsInUse, pack, unpack
+from optimized.ranges import arange
 
 SUPPORTED_ATTENTION = ("eager", "sdpa")
 
@@ -101,7 +103,8 @@ class CachedModel:
         self.num_layers: int = config.num_hidden_layers
         self.max_positions = max_positions(config)
         self.cache = TreeCache(0, self.device)
-        self._attention: Callable[[Any], AbstractContextManager[None]] = grouped if can_group(model) else nullcontext
+        self._own_attention = can_group(model)
+        self._attention: Callable[[Any], AbstractContextManager[None]] = grouped if self._own_attention else nullcontext
 
     @property
     def device(self) -> torch.device:
@@ -122,7 +125,8 @@ class CachedModel:
         token_ids: Tensor,
         position_ids: Tensor,
         visible: Tensor,
-        logits_to_keep: int | Tensor = 0,
+        in_use: Tensor | None = None,
+        last: bool = False,
         hidden_layers: tuple[int, ...] = (),
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """One forward pass over new rows, which stay pending.
@@ -132,29 +136,41 @@ class CachedModel:
             position_ids: [batch, rows] long; clamped into the model's positions, because rows of a tree may reach
                 beyond the context's end (nothing that deep is ever emitted).
             visible: [batch, rows, pending + rows] bool, see ``TreeCache.extend``.
-            logits_to_keep: which rows' logits are wanted, as Hugging Face models take it; 0 means all.
+            in_use: [batch, rows] bool, which rows are not padding, at least one of each request; what is returned for
+                padding means nothing. None: all.
+            last: only the logits of each request's last row in use.
             hidden_layers: indices into ``output_hidden_states``.
 
         Returns:
-            Logits [batch, kept rows, vocab_size], and a [batch, rows, hidden] tensor for each of ``hidden_layers``.
+            Logits [batch, rows or 1, vocab_size], and a [batch, rows, hidden] tensor for each of ``hidden_layers``.
         """
         if self.max_positions is not None:
             position_ids = position_ids.clamp(max=self.max_positions - 1)
-        mask = self.cache.extend(visible, self.dtype)
+        ragged = RowsInUse.of(in_use, self.device) if self._own_attention else None
+        mask = self.cache.extend(visible, self.dtype, ragged)
         options = {"output_hidden_states": sorted(set(hidden_layers))} if hidden_layers else {}
         with self._attention(self.model):
             output = self.model(
-                input_ids=token_ids,
+                input_ids=pack(token_ids, ragged),
                 attention_mask=mask,
-                position_ids=position_ids,
+                position_ids=pack(position_ids, ragged),
                 cache=self.cache,
                 use_cache=True,
-                logits_to_keep=logits_to_keep,
+                logits_to_keep=_last_rows(in_use, ragged).to(self.device) if last else 0,
                 **options,
             )
-        return output.logits, tuple(output.hidden_states[layer] for layer in hidden_layers)
+        if not last:
+            logits = unpack(output.logits, ragged)
+        else:
+            logits = output.logits if ragged is None else output.logits.transpose(0, 1)
+        return logits, tuple(unpack(output.hidden_states[layer], ragged) for layer in hidden_layers)
 
-    def last_row(self, counts: Tensor) -> Tensor:
-        """``logits_to_keep`` for the last of each request's ``counts[b]`` rows: [1] when all agree, else [batch, 1]."""
-        last = (counts - 1)[:, None]
-        return last[0] if len(set(counts.tolist())) == 1 else last
+
+def _last_rows(in_use: Tensor | None, ragged: RowsInUse | None) -> Tensor:
+    """``logits_to_keep`` for each request's last row in use: one number if it is the same for all."""
+    if in_use is None:
+        return torch.tensor([-1])
+    last = (in_use * arange(in_use.shape[1], in_use.device)).amax(dim=1, keepdim=True)
+    if ragged is not None:
+        return ragged.places.gather(1, last).squeeze(1)
+    return last[0] if len(set(last.flatten().tolist())) == 1 else last

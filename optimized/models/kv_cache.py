@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from optimized.models.ragged_rows import RowsInUse
+
 CHUNK_ROWS = 1024  # texts are read so many rows at a time: their mask takes rows * width numbers per request
 
 
@@ -40,7 +42,8 @@ class TreeCache(Cache):
         self._capacity = 0
         self._new_rows = 0
         self._start: int | None = None  # where the new rows go when all requests are equally long,
-        self._positions = torch.empty(0)  # [batch, new rows], or where they go otherwise
+        self._positions = torch.empty(0)  # [batch, new rows], or where they go otherwise;
+        self._in_use: RowsInUse | None = None  # [used] if only these of them will come
 
     @property
     def width(self) -> int:
@@ -56,17 +59,20 @@ class TreeCache(Cache):
         if width > self._capacity:
             self._capacity = width + max(64, width // 8)
 
-    def extend(self, visible: Tensor, dtype: torch.dtype) -> Tensor:
+    def extend(self, visible: Tensor, dtype: torch.dtype, in_use: RowsInUse | None = None) -> Tensor:
         """Announce the rows of the next forward pass.
 
         Args:
             visible: [batch, new, pending + new] bool; whether a new row sees each pending row, older ones first, and
                 each new row. Committed positions are always seen. Every row must see itself.
             dtype: of the model's attention scores.
+            in_use: of the new rows, those that will be brought to ``update``, packed; None: all. What is stored for
+                the others is finite and means nothing.
 
         Returns:
             [batch, 1, new, width] additive mask: 0 where visible, the most negative finite number elsewhere (a boolean
-            mask would be silently wrong with eager attention, and -inf turns a row that sees nothing into NaN).
+            mask would be silently wrong with eager attention, and -inf turns a row that sees nothing into NaN). Its
+            attribute ``in_use`` is the argument, for ``grouped_attention``.
         """
         batch, new, columns = visible.shape
         if batch != len(self.lengths) or columns != self.pending + new:
@@ -74,9 +80,13 @@ class TreeCache(Cache):
                 f"visible has shape {tuple(visible.shape)}; [{len(self.lengths)}, new, {self.pending} + new] is needed"
             )
         offset = self.device_lengths[:, None]
-        self._start = self.lengths[0] + self.pending if len(set(self.lengths)) == 1 else None
+        equal = len(set(self.lengths)) == 1 and in_use is None
+        self._start = self.lengths[0] + self.pending if equal else None
+        self._in_use = in_use
         if self._start is None:
             self._positions = offset + self.pending + torch.arange(new, device=offset.device)
+        if in_use is not None:
+            self._positions = self._positions[in_use.requests, in_use.columns]
         self.pending += new
         self._new_rows = new
         self.reserve(self.width)
@@ -86,22 +96,36 @@ class TreeCache(Cache):
         in_tree = visible.gather(2, index) & (column < columns)[:, None, :]
         seen = in_tree | (column < 0)[:, None, :]
         mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-        return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+        mask = mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+        mask.in_use = in_use  # type: ignore[attr-defined]
+        return mask
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's new rows ([batch, heads, new, head_dim] each) and return its first ``width`` positions."""
-        if key_states.shape[2] != self._new_rows:
-            raise ValueError(f"extend announced {self._new_rows} rows, layer {layer_idx} brings {key_states.shape[2]}")
-        buffers = self._buffers.setdefault(layer_idx, [key_states[:, :, :0], value_states[:, :, :0]])
+        """Store a layer's new rows and return its first ``width`` positions.
+
+        Args:
+            key_states, value_states: [batch, heads, new, head_dim] each, or [1, heads, used, head_dim] where ``extend``
+                was told which are in use.
+            layer_idx: which layer.
+            args, kwargs: whatever else a model gives.
+        """
+        announced = self._new_rows if self._in_use is None else len(self._in_use.requests)
+        if key_states.shape[2] != announced:
+            raise ValueError(f"extend announced {announced} rows, layer {layer_idx} brings {key_states.shape[2]}")
+        buffers = self._buffers.setdefault(layer_idx, [])
         for which, states in enumerate((key_states, value_states)):
+            if which == len(buffers):
+                buffers.append(states.new_empty(len(self.lengths), states.shape[1], 0, states.shape[3]))
             if buffers[which].shape[2] < self._capacity:
                 buffers[which] = self._grown(buffers[which])
             if self.contain_nan:
                 states = states.nan_to_num(0.0, 0.0, 0.0)
             if self._start is not None:
                 buffers[which][:, :, self._start : self._start + self._new_rows] = states
+            elif self._in_use is not None:
+                buffers[which][self._in_use.requests, :, self._positions] = states[0].transpose(0, 1)
             else:
                 buffers[which][self._batch_index, :, self._positions] = states.transpose(1, 2)
         return buffers[0][:, :, : self.width], buffers[1][:, :, : self.width]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from optimized.models.hf_model import CachedModel
 from optimized.models.kv_cache import read_texts
+from optimized.models.ragged_rows import first_rows
 
 
 class TargetModel:
@@ -112,9 +113,8 @@ class TargetModel:
         features = []
 
         def forward(part: slice, positions: Tensor, visible: Tensor, read: Tensor) -> Tensor:
-            last = self._runner.last_row(read).to(self.device)
-            chunk = token_ids[:, part].to(self.device)
-            logits, hidden = self._runner.forward(chunk, positions, visible, last, self.feature_layers)
+            chunk, in_use = token_ids[:, part].to(self.device), first_rows(read, visible.shape[1])
+            logits, hidden = self._runner.forward(chunk, positions, visible, in_use, True, self.feature_layers)
             of_chunk = self._features(hidden)
             if of_chunk is not None:
                 features.append(of_chunk)
@@ -139,7 +139,12 @@ class TargetModel:
 
     @torch.no_grad()
     def forward_tree(
-        self, token_ids: Tensor, depths: Tensor, ancestors: Tensor, contain_nan: bool = False
+        self,
+        token_ids: Tensor,
+        depths: Tensor,
+        ancestors: Tensor,
+        counts: Tensor | None = None,
+        contain_nan: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Score a tree for every request. Nothing is committed; a previous tree that was not committed is dropped.
 
@@ -148,6 +153,8 @@ class TargetModel:
                 rows may hold any token of the vocabulary.
             depths: [batch, rows] long, 0 for the root; the position is the committed length plus this.
             ancestors: [batch, rows, rows] bool; whether row i sees row j: j is i itself or one of its ancestors.
+            counts: [batch] rows in use of each request, the first ones; what is returned for the others means nothing.
+                None: all.
             contain_nan: keep a node whose hidden states are NaN from spoiling rows that do not see it: a weight of 0
                 times NaN is NaN. The node's own logits stay NaN; those below it then mean nothing.
 
@@ -158,7 +165,10 @@ class TargetModel:
         cache.drop_pending()
         positions = cache.device_lengths[:, None] + depths
         cache.contain_nan = contain_nan
-        logits, hidden = self._runner.forward(token_ids, positions, ancestors, hidden_layers=self.feature_layers)
+        in_use = None if counts is None else first_rows(counts, token_ids.shape[1])
+        logits, hidden = self._runner.forward(
+            token_ids, positions, ancestors, in_use, hidden_layers=self.feature_layers
+        )
         cache.contain_nan = False
         return logits, self._features(hidden)
 
