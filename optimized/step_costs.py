@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from statistics import median
+from typing import Any
 
 import numpy as np
 from scipy.optimize import nnls
@@ -20,6 +20,8 @@ from optimized.sizing import StepCosts
 from optimized.trees import TreeBatch
 from optimized.verification import VerifyBatch
 from reference.api import RheoConfig
+
+Values = np.ndarray[Any, np.dtype[np.float64]]
 
 ROUNDS = 7  # of all shapes; the first only warms up
 PROMPT_TOKENS, LEAST_ROOM = 64, 16
@@ -81,7 +83,8 @@ def measure_costs(
     Raises:
         ValueError: no step could be taken, say because the target's logits are NaN; or the context is too short.
     """
-    stopwatch = _Stopwatch(_shapes(config, batch))
+    clock = PhaseClock(target.device)
+    stopwatch = _Stopwatch(_shapes(config, batch), clock)
     limits = [most for most in (target.max_positions, drafter.max_positions) if most is not None]
     room = min(limits) - config.depth if limits else None  # further on nobody would be drafted for
     if room is not None and room < LEAST_ROOM:
@@ -98,7 +101,7 @@ def measure_costs(
         requests = [Request(index, prompt, params, None, (), room) for index in range(batch)]
         for request in requests:
             request.begin()
-        loop = BatchLoop(target, drafter, config, backend, learner, PhaseClock(target.device), stopwatch)
+        loop = BatchLoop(target, drafter, config, backend, learner, clock, stopwatch)
         for _ in loop.run(requests):
             if stopwatch.done:
                 break
@@ -119,11 +122,12 @@ def _shapes(config: RheoConfig, batch: int) -> list[RheoConfig | None]:
 
 
 class _Stopwatch:
-    """A ``Sizing`` that goes round some shapes and keeps what steps take."""
+    """A ``Sizing`` that goes round some shapes and keeps what steps take: the target's pass, and all else."""
 
-    def __init__(self, shapes: list[RheoConfig | None]) -> None:
-        self._shapes = shapes
-        self._seconds: list[list[float]] = [[] for _ in shapes]
+    def __init__(self, shapes: list[RheoConfig | None], clock: PhaseClock) -> None:
+        self._shapes, self._clock = shapes, clock
+        self._spent = np.zeros(2)
+        self._seconds: list[list[Values]] = [[] for _ in shapes]
         self._dims = [(0, 0)] * len(shapes)
         self.turn = 0
 
@@ -136,17 +140,27 @@ class _Stopwatch:
 
     def observe(self, shape: RheoConfig | None, trees: TreeBatch, walk: VerifyBatch, seconds: float | None) -> None:
         which = self.turn % len(self._shapes)
+        target = self._clock.seconds["target"]
+        before, self._spent = self._spent, np.array([target, sum(self._clock.seconds.values()) - target])
         if shape is not None and trees.depth == 0:
             return  # nobody was drafted for
         if seconds is None:
             return
         self._dims[which] = (trees.rows - 1, trees.depth - 1)
         if self.turn >= len(self._shapes):  # the first round only warms up
-            self._seconds[which].append(seconds)
+            self._seconds[which].append(self._spent - before)
         self.turn += 1
 
     def costs(self) -> StepCosts:
-        plain, *drafted = (median(times) for times in self._seconds)
-        dims = np.array([(1, *dims) for dims in self._dims[1:]], dtype=float)
-        base, node, level = nnls(dims / np.array(drafted)[:, None], np.ones(len(drafted)))[0]  # relative errors count
-        return StepCosts(plain, max(float(base), plain), max(float(node), SHORTEST), max(float(level), SHORTEST))
+        """Levels are told from what the target's pass does not take: that moves by more than a level costs."""
+        target, other = np.array([np.median(times, axis=0) for times in self._seconds]).T
+        dims = np.array([(1, *dims) for dims in self._dims], dtype=float)
+        row, node = _fit(dims[:, :2], target)
+        base, draft_node, level = _fit(dims[1:], other[1:])
+        plain = float(target[0] + other[0])
+        return StepCosts(plain, max(row + base, plain), max(node + draft_node, SHORTEST), max(level, SHORTEST))
+
+
+def _fit(dims: Values, seconds: Values) -> list[float]:
+    """What each of the dimensions [shapes, dimensions] costs, never less than nothing; relative errors count."""
+    return [float(cost) for cost in nnls(dims / seconds[:, None], np.ones(len(seconds)))[0]]
