@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from optimized.models import kv_cache, load_drafter, load_target, load_tokenizer
+from optimized.models import eagle3, kv_cache, load_drafter, load_target, load_tokenizer
 from optimized.models.eagle3 import Eagle3Drafter, Eagle3Head, llama_config
 from optimized.models.packed_linear import pack_linears
 from optimized.models.target import TargetModel
@@ -152,18 +152,23 @@ def check_steps(drafter, embed, weights, lengths, steps=3, frequencies=None):
     return texts, features
 
 
+@pytest.mark.parametrize("most", [1, 2, 16])
 @pytest.mark.parametrize("lengths", [[7], [2, 6, 4], [5, 5]])
-def test_eagle3_drafter_equals_the_plain_head_along_every_path(lengths):
+def test_eagle3_drafter_equals_the_plain_head_along_every_path(lengths, most, monkeypatch):
+    monkeypatch.setattr(eagle3, "MOST_TO_PASS", most)  # of longer texts keys and values are all that is made
     drafter, embed = drafter_and_embedding()
     check_steps(drafter, embed, drafter.head.state_dict(), lengths)
 
 
+@pytest.mark.parametrize("most", [1, 16])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_eagle3_drafter_reads_long_texts_in_pieces(monkeypatch, rows):
+def test_eagle3_drafter_reads_long_texts_in_pieces(monkeypatch, rows, most):
     monkeypatch.setattr(kv_cache, "CHUNK_ROWS", rows)
+    monkeypatch.setattr(eagle3, "MOST_TO_PASS", most)
     drafter, embed = drafter_and_embedding()
-    widest, run = [], drafter._run
-    monkeypatch.setattr(drafter, "_run", lambda tokens, *args: widest.append(tokens.shape[1]) or run(tokens, *args))
+    widest, announce = [], kv_cache.TreeCache.announce
+    spied = lambda cache, rows, *args: widest.append(rows) or announce(cache, rows, *args)  # noqa: E731
+    monkeypatch.setattr(kv_cache.TreeCache, "announce", spied)
     check_steps(drafter, embed, drafter.head.state_dict(), [2, 9, 4])
     assert (widest[0], max(widest)) == (rows, 3)  # the beam is as wide as that
 

@@ -7,13 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
 
 from optimized.models import grouped_attention
 from optimized.models.drafter import TreeMask, tree_positions
 from optimized.models.kv_cache import TreeCache, read_texts
 from optimized.models.ragged_rows import RowsInUse, first_rows, pack, unpack
 from optimized.trees import LevelNodes
+
+MOST_TO_PASS = 16  # of longer texts only the last token passes through the whole head
 
 _LLAMA_KEYS = (
     "vocab_size",
@@ -51,6 +59,13 @@ class Eagle3Attention(LlamaAttention):
             wide = nn.Linear(2 * config.hidden_size, narrow.out_features, bias=narrow.bias is not None)
             setattr(self, name, wide)
 
+    def remember(self, inputs: Tensor, rotation: tuple[Tensor, Tensor], cache: TreeCache) -> None:
+        """Keys and values only: [batch, rows, 2 * hidden] to the cache."""
+        shape = (*inputs.shape[:-1], -1, self.head_dim)
+        keys, values = (project(inputs).view(shape).transpose(1, 2) for project in (self.k_proj, self.v_proj))
+        keys, _ = apply_rotary_pos_emb(keys, keys, *rotation)
+        cache.update(keys, values, self.layer_idx)
+
 
 class Eagle3Layer(nn.Module):
     """The decoder layer ``midlayer`` of the checkpoint."""
@@ -68,11 +83,19 @@ class Eagle3Layer(nn.Module):
         self, embeddings: Tensor, features: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor, cache: TreeCache
     ) -> Tensor:
         """[batch, rows, hidden] embeddings and features -> [batch, rows, hidden]."""
-        normed = self.hidden_norm(features)
-        both = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
+        both, normed = self._inputs(embeddings, features)
         attended, _ = self.self_attn(both, position_embeddings=rotation, attention_mask=mask, cache=cache)
         hidden = (normed if self.norm_before_residual else features) + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    def remember(self, embeddings: Tensor, features: Tensor, rotation: tuple[Tensor, Tensor], cache: TreeCache) -> None:
+        """What ``forward`` leaves in the cache, and nothing else."""
+        self.self_attn.remember(self._inputs(embeddings, features)[0], rotation, cache)
+
+    def _inputs(self, embeddings: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads, and the normed features, which are a part of it."""
+        normed = self.hidden_norm(features)
+        return torch.cat([self.input_layernorm(embeddings), normed], dim=-1), normed
 
 
 class Eagle3Head(nn.Module):
@@ -126,6 +149,10 @@ class Eagle3Head(nn.Module):
         """
         mask = cache.extend(visible, features.dtype, ragged)
         return self.midlayer(embeddings, features, self.rotary_emb(features, position_ids), mask, cache)
+
+    def remember(self, embeddings: Tensor, features: Tensor, position_ids: Tensor, cache: TreeCache) -> None:
+        """What ``forward`` leaves in the cache, whose rows are announced, for rows whose output nobody reads."""
+        self.midlayer.remember(embeddings, features, self.rotary_emb(features, position_ids), cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden] -> [..., draft_vocab_size]."""
@@ -197,17 +224,45 @@ class Eagle3Drafter:
             raise ValueError(f"the EAGLE-3 head needs features of {width} numbers per position, got {given}")
         self._cache.drop_pending()
         self._tree.clear()
+        if token_ids.shape[1] > MOST_TO_PASS:
+            token_ids, counts, features = self._remember(token_ids, counts, features)
         known = features  # and not None
 
         def forward(part: slice, positions: Tensor, visible: Tensor, read: Tensor) -> Tensor:
             in_use = RowsInUse.of(first_rows(read, visible.shape[1]), self.device)
-            fused = self.head.fc(pack(known[:, part], in_use).to(self.device, self.head.norm.weight.dtype))
+            fused = self._fused(known[:, part], in_use)
             hidden = unpack(self._run(token_ids[:, part], fused, positions, visible, in_use), in_use)
             last = (read.to(self.device) - 1)[:, None, None].expand(-1, 1, hidden.shape[2])
             return hidden.gather(1, last)
 
         self._hidden = read_texts(self._cache, token_ids.shape[1], counts, forward)
         return self.head.logits(self._hidden[:, 0])
+
+    def _remember(self, token_ids: Tensor, counts: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Commit all tokens but each text's last: of what was read before, the head reads keys and values only.
+
+        Returns:
+            The last tokens, as ``advance`` is given them.
+        """
+        cache = self._cache
+
+        def forward(part: slice, positions: Tensor, visible: Tensor, read: Tensor) -> Tensor:
+            in_use = RowsInUse.of(first_rows(read, visible.shape[1]), self.device)
+            cache.announce(visible.shape[1], in_use)
+            embeddings, fused = (
+                self._embedding(pack(token_ids[:, part], in_use)),
+                self._fused(features[:, part], in_use),
+            )
+            self.head.remember(embeddings.to(fused), fused, pack(positions, in_use), cache)
+            return counts.unsqueeze(1)  # of which nothing is read
+
+        read_texts(cache, token_ids.shape[1] - 1, counts - 1, forward)
+        last = (counts - 1).to(self.device).unsqueeze(1)
+        kept = features.take_along_dim(last.to(features.device).unsqueeze(2), dim=1)
+        return token_ids.gather(1, last.to(token_ids.device)), torch.ones_like(counts), kept
+
+    def _fused(self, features: Tensor, in_use: RowsInUse | None) -> Tensor:
+        return self.head.fc(pack(features, in_use).to(self.device, self.head.norm.weight.dtype))
 
     @torch.no_grad()
     def expand(self, level: LevelNodes) -> Tensor:

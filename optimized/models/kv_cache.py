@@ -59,6 +59,26 @@ class TreeCache(Cache):
         if width > self._capacity:
             self._capacity = width + max(64, width // 8)
 
+    def announce(self, rows: int, in_use: RowsInUse | None = None) -> None:
+        """Announce new rows whose keys and values will come to ``update``; ``extend`` does so where they attend too.
+
+        Args:
+            rows: how many of each request.
+            in_use: those that will be brought, packed; None: all. What is stored for the others is finite and means
+                nothing.
+        """
+        equal = len(set(self.lengths)) == 1 and in_use is None
+        self._start = self.lengths[0] + self.pending if equal else None
+        self._in_use = in_use
+        if self._start is None:
+            first = self.device_lengths[:, None] + self.pending
+            self._positions = first + torch.arange(rows, device=first.device)
+        if in_use is not None:
+            self._positions = self._positions[in_use.requests, in_use.columns]
+        self.pending += rows
+        self._new_rows = rows
+        self.reserve(self.width)
+
     def extend(self, visible: Tensor, dtype: torch.dtype, in_use: RowsInUse | None = None) -> Tensor:
         """Announce the rows of the next forward pass.
 
@@ -66,8 +86,7 @@ class TreeCache(Cache):
             visible: [batch, new, pending + new] bool; whether a new row sees each pending row, older ones first, and
                 each new row. Committed positions are always seen. Every row must see itself.
             dtype: of the model's attention scores.
-            in_use: of the new rows, those that will be brought to ``update``, packed; None: all. What is stored for
-                the others is finite and means nothing.
+            in_use: as for ``announce``.
 
         Returns:
             [batch, 1, new, width] additive mask: 0 where visible, the most negative finite number elsewhere (a boolean
@@ -79,18 +98,8 @@ class TreeCache(Cache):
             raise ValueError(
                 f"visible has shape {tuple(visible.shape)}; [{len(self.lengths)}, new, {self.pending} + new] is needed"
             )
+        self.announce(new, in_use)
         offset = self.device_lengths[:, None]
-        equal = len(set(self.lengths)) == 1 and in_use is None
-        self._start = self.lengths[0] + self.pending if equal else None
-        self._in_use = in_use
-        if self._start is None:
-            self._positions = offset + self.pending + torch.arange(new, device=offset.device)
-        if in_use is not None:
-            self._positions = self._positions[in_use.requests, in_use.columns]
-        self.pending += new
-        self._new_rows = new
-        self.reserve(self.width)
-
         column = torch.arange(self.width, device=offset.device) - offset  # [batch, width], 0 at the first pending row
         index = column.clamp(0, columns - 1)[:, None, :].expand(-1, new, -1)
         in_tree = visible.gather(2, index) & (column < columns)[:, None, :]
