@@ -20,9 +20,11 @@ from reference.api import RheoConfig
 
 MEMORY = 32.0  # steps: of times and trees, what was seen so long ago counts for 1/e
 LONG_MEMORY = 256.0  # of what the walks made of promises, since one step says little
-TRIAL = 4  # trees that are drafted before speculation may be turned off: of a batch, few steps say as much as of one
+TRIAL = 12  # trees that are drafted before speculation may be turned off: of a batch, few steps say as much as of one
 SHORTEST_PAUSE, LONGEST_PAUSE = 32, 1024  # steps without a draft
-CLOSE, COMPARED = 1.25, 24  # where drafting seems ahead by less, a step behind so many goes without, to see its time
+CLEAR = 0.94  # of plain decoding's speed; pauses grow where drafting is slower: nearer to it a trial costs little
+COMPARING = 0.005  # of the speed: so much is given for steps without a draft, to see what they take
+COMPARED = 8  # such a step comes at the soonest behind so many with a draft
 PRIOR_STEPS = 4.0  # what assumptions count for at first: costs as measured, scores that keep their promise, and
 PRIOR_GAIN = 0.4  # what a level is worth beyond what its nodes cost, over the chance of the best node above it
 LONGEST_STEP = 2.0  # in what was expected; what takes longer was disturbed, and counts as so much
@@ -120,20 +122,22 @@ class TreeSizer:
         self._paces: dict[int, _Pace] = {}  # by the number of requests
         self._honesty = _Ratio(1.0, LONG_MEMORY)  # accepted of what the scores promise
         self._gain = _Ratio(PRIOR_GAIN, LONG_MEMORY)  # of a level
-        self._slowness = {True: _Ratio(1.0, MEMORY), False: _Ratio(1.0, MEMORY)}  # of steps with and without a draft
+        self._drift = _Ratio(1.0, MEMORY)  # of all steps alike: a machine's moods, texts that grow
+        self._slowness = {True: _Ratio(1.0, LONG_MEMORY), False: _Ratio(1.0, LONG_MEMORY)}  # with and without a draft
 
     def shape(self, config: RheoConfig, batch: int) -> RheoConfig | None:
         """The configuration with its thresholds; None while drafting does not pay."""
         pace, costs = self._pace(batch), self._costs(batch)
         speed = self._speed(pace, costs)
         if pace.left == 0 and pace.tried >= TRIAL:
-            if speed < 1 / costs.plain:
+            lead = speed * costs.plain  # over plain decoding
+            if lead < 1:
                 pace.left, pace.tried = pace.pause, 0
-                pace.pause = min(2 * pace.pause, LONGEST_PAUSE)
+                pace.pause = min(2 * pace.pause, LONGEST_PAUSE) if lead < CLEAR else SHORTEST_PAUSE
             else:
                 pace.pause = SHORTEST_PAUSE
-        if pace.drafted >= COMPARED and speed < CLOSE / costs.plain:
-            pace.left = max(pace.left, 1)
+                if pace.drafted >= max(COMPARED, (1 - 1 / lead) / COMPARING):
+                    pace.left = 1
         if pace.left > 0:
             pace.left -= 1
             pace.drafted = 0
@@ -154,7 +158,9 @@ class TreeSizer:
         nodes = float(trees.num_nodes.sum()) / trees.batch_size - 1  # rows without padding: that costs next to nothing
         expected = costs.seconds(nodes, trees.depth - 1) if drafted else costs.plain
         if seconds is not None:
-            self._slowness[drafted].add(min(seconds / expected, LONGEST_STEP), 1.0)
+            seen, drift = min(seconds / expected, LONGEST_STEP), self._drift.value
+            self._drift.add(seen, self._slowness[drafted].value)
+            self._slowness[drafted].add(seen, drift)
         if shape is None or not drafted:
             return
         chances = trees.log_scores.exp().nan_to_num(0.0).where(trees.parents >= 0, 0.0)
@@ -162,8 +168,8 @@ class TreeSizer:
         bests = by_level.scatter_reduce(1, trees.depths, chances, "amax")
         went_on = bests[:, 1:-1] >= float(shape.level_threshold)  # and was above another level
         further = (chances - float(shape.score_threshold)).clamp(min=0).where(trees.depths > 1, 0.0)
-        seen = [chances[:, 1:].sum(), (walk.counts - 1).sum(), further.sum(), bests[:, 1:-1].where(went_on, 0.0).sum()]
-        promised, accepted, gains, best = (torch.stack(seen) / trees.batch_size).tolist()
+        sums = [chances[:, 1:].sum(), (walk.counts - 1).sum(), further.sum(), bests[:, 1:-1].where(went_on, 0.0).sum()]
+        promised, accepted, gains, best = (torch.stack(sums) / trees.batch_size).tolist()
         self._pace(trees.batch_size).add(nodes, trees.depth - 1, promised)
         # What is not tried drifts back to what is assumed, until it is.
         self._honesty.add(*((accepted, promised) if promised > 0 else (1 / LONG_MEMORY, 1 / LONG_MEMORY)))
@@ -181,12 +187,10 @@ class TreeSizer:
         return self._paces[batch]
 
     def _costs(self, batch: int) -> StepCosts:
-        """As measured, times what steps of late took longer."""
-        costs = self.costs(batch)
-        slower = self._slowness[True].value
-        return StepCosts(
-            costs.plain * self._slowness[False].value, costs.base * slower, costs.node * slower, costs.level * slower
-        )
+        """As measured, times what steps of late took longer: all of them, and each of the two kinds."""
+        costs, drift = self.costs(batch), self._drift.value
+        plain, drafted = (drift * self._slowness[kind].value for kind in (False, True))
+        return StepCosts(costs.plain * plain, costs.base * drafted, costs.node * drafted, costs.level * drafted)
 
     def _speed(self, pace: _Pace, costs: StepCosts) -> float:
         """Tokens per second and request with the trees of late; what plain decoding does before there are any."""

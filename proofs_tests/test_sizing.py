@@ -18,7 +18,7 @@ from optimized.growth import grow_trees
 from optimized.models.eagle3 import Eagle3Drafter
 from optimized.randomness import StepRandomness
 from optimized.sampling_params import SamplingParams
-from optimized.sizing import COMPARED, PRIOR_GAIN, SHORTEST_PAUSE, TRIAL, StepCosts, TreeSizer
+from optimized.sizing import COMPARED, COMPARING, PRIOR_GAIN, SHORTEST_PAUSE, TRIAL, StepCosts, TreeSizer
 from optimized.step_costs import CostTable, _shapes
 from optimized.trees import TreeBatch
 from optimized.verification import VerifyBatch
@@ -64,12 +64,15 @@ def test_thresholds_follow_what_is_seen() -> None:
     sizer = TreeSizer(lambda batch: replace(COSTS, level=0.1))
     for turn in range(500):
         shape = sizer.shape(AUTO, 1)
-        assert shape is not None
+        if shape is None:
+            sizer.observe(None, *step([], 0), seconds=1.0)
+            continue
+        last = shape
         sizer.observe(shape, *step([0.8, 0.4], accepted=2 if turn % 5 < 3 else 0), seconds=1.4)
     worth = 2.2 / (1.1 + 0.1 * 2 + 0.1 * 1)
-    assert shape.score_threshold == pytest.approx(worth * 0.1, rel=0.1)
+    assert last.score_threshold == pytest.approx(worth * 0.1, rel=0.1)
     gain = (0.4 - worth * 0.1) / 0.8  # of the second level, what its node costs taken off
-    assert shape.level_threshold == pytest.approx(worth * 0.1 / gain, rel=0.1)
+    assert last.level_threshold == pytest.approx(worth * 0.1 / gain, rel=0.1)
 
 
 def test_scores_that_promise_too_much_are_discounted() -> None:
@@ -110,17 +113,23 @@ def test_drafting_that_does_not_pay_is_turned_off_and_tried_again() -> None:
     assert any(drafted[2000:])  # and end
 
 
+def always_but_to_compare(drafted: list[bool]) -> bool:
+    """Whether only single steps, some way apart, had no draft."""
+    missing = [place for place, had in enumerate(drafted) if not had]
+    return all(later - earlier > COMPARED for earlier, later in itertools.pairwise([-COMPARED, *missing]))
+
+
 def test_drafting_that_pays_is_never_turned_off() -> None:
-    assert all(drafts(TreeSizer(lambda batch: COSTS), 300, [0.8, 0.6], accepted=1))
+    assert always_but_to_compare(drafts(TreeSizer(lambda batch: COSTS), 300, [0.8, 0.6], accepted=1))
 
 
 def test_steps_that_take_longer_than_was_measured_count_as_they_are() -> None:
     """By the measured costs 1.9 tokens in 1.5 s pay; drafted steps that take 2.5 s do not, unless plain ones do too."""
     paying = {"scores": [0.6, 0.3], "accepted": 1}
-    assert all(drafts(TreeSizer(lambda batch: COSTS), 300, **paying))
+    assert always_but_to_compare(drafts(TreeSizer(lambda batch: COSTS), 300, **paying))
     assert sum(drafts(TreeSizer(lambda batch: COSTS), 300, **paying, drafted=2.5)) < 100
     slow = drafts(TreeSizer(lambda batch: COSTS), 900, **paying, drafted=2.5, plain=1.7)
-    assert all(slow[-200:])
+    assert always_but_to_compare(slow[-200:])
 
 
 def test_a_plain_step_that_was_measured_too_slow_is_found_out() -> None:
@@ -128,13 +137,16 @@ def test_a_plain_step_that_was_measured_too_slow_is_found_out() -> None:
     sizer = TreeSizer(lambda batch: replace(COSTS, plain=1.4))
     drafted = drafts(sizer, 3000, [0.15, 0.05], accepted=0, drafted=1.2, plain=1.1)
     assert drafted[:COMPARED] == [True] * COMPARED
-    assert not drafted[COMPARED]
+    assert COMPARED < drafted.index(False) < 30
     assert sum(drafted[1000:]) < 0.1 * 2000
 
 
 def test_drafting_that_is_a_little_ahead_goes_on_but_for_a_step_now_and_then() -> None:
-    drafted = drafts(TreeSizer(lambda batch: replace(COSTS, plain=1.0)), 1000, [0.8, 0.4], accepted=1, drafted=1.7)
-    assert drafted.count(False) == 1000 // (COMPARED + 1)
+    """Two tokens in 1.7 s, or one in 1 s: a step without a draft loses 0.15 of one. So many give half a percent."""
+    drafted = drafts(TreeSizer(lambda batch: COSTS), 3000, [0.8, 0.4], accepted=1, drafted=1.7)
+    assert drafted[1000:].count(False) / 2000 * (1 - 1.7 / 2) == pytest.approx(COMPARING, rel=0.15)
+    far = drafts(TreeSizer(lambda batch: COSTS), 3000, [0.9, 0.9], accepted=2)
+    assert far[1000:].count(False) / 2000 * (1 - 1.5 / 3) == pytest.approx(COMPARING, rel=0.15)
 
 
 def test_every_batch_size_has_a_pace_of_its_own() -> None:
