@@ -8,10 +8,12 @@ drafted. Both thresholds follow from earlier steps only, before a step's probes 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from optimized.trees import TreeBatch
@@ -122,6 +124,7 @@ class TreeSizer:
         self._paces: dict[int, _Pace] = {}  # by the number of requests
         self._honesty = _Ratio(1.0, LONG_MEMORY)  # accepted of what the scores promise
         self._gain = _Ratio(PRIOR_GAIN, LONG_MEMORY)  # of a level
+        self._bests: deque[float] = deque(maxlen=int(LONG_MEMORY))  # scores of the best nodes of first levels
         self._drift = _Ratio(1.0, MEMORY)  # of all steps alike: a machine's moods, texts that grow
         self._slowness = {True: _Ratio(1.0, LONG_MEMORY), False: _Ratio(1.0, LONG_MEMORY)}  # with and without a draft
 
@@ -148,7 +151,7 @@ class TreeSizer:
         return replace(
             config,
             score_threshold=max(min(worth * costs.node, 1.0), config.score_threshold),
-            level_threshold=max(min(worth * costs.level / self._gain.value, 1.0), config.level_threshold),
+            level_threshold=max(self._level_threshold(worth * costs.level, batch), config.level_threshold),
         )
 
     def observe(self, shape: RheoConfig | None, trees: TreeBatch, walk: VerifyBatch, seconds: float | None) -> None:
@@ -166,6 +169,7 @@ class TreeSizer:
         chances = trees.log_scores.exp().nan_to_num(0.0).where(trees.parents >= 0, 0.0)
         by_level = torch.zeros(trees.batch_size, trees.depth + 1, dtype=chances.dtype, device=chances.device)
         bests = by_level.scatter_reduce(1, trees.depths, chances, "amax")
+        self._bests.extend(bests[:, 1].tolist())
         went_on = bests[:, 1:-1] >= float(shape.level_threshold)  # and was above another level
         further = (chances - float(shape.score_threshold)).clamp(min=0).where(trees.depths > 1, 0.0)
         sums = [chances[:, 1:].sum(), (walk.counts - 1).sum(), further.sum(), bests[:, 1:-1].where(went_on, 0.0).sum()]
@@ -174,6 +178,18 @@ class TreeSizer:
         # What is not tried drifts back to what is assumed, until it is.
         self._honesty.add(*((accepted, promised) if promised > 0 else (1 / LONG_MEMORY, 1 / LONG_MEMORY)))
         self._gain.add(*((gains, best) if best > 0 else (PRIOR_GAIN / LONG_MEMORY, 1 / LONG_MEMORY)))
+
+    def _level_threshold(self, price: float, batch: int) -> float:
+        """From which best node on a request goes to the next level, whose pass costs the batch ``price`` per request.
+
+        The pass is there for all of them: who goes on alone pays for the whole batch, whoever joins pays nothing. So it
+        is paid for by the chance that no other request goes on. How many do is what would have earned most of late.
+        """
+        gain, bests = self._gain.value, np.sort(self._bests)[::-1]
+        share = np.arange(1, len(bests) + 1) / max(len(bests), 1)
+        earned = gain * np.cumsum(bests) / max(len(bests), 1) - price * (1 - (1 - share) ** batch)
+        going = float(share[earned.argmax()]) if (earned > 0).any() else 0.0
+        return min(batch * price * (1 - going) ** (batch - 1) / gain, 1.0)
 
     def _pace(self, batch: int) -> _Pace:
         """A batch size that is new goes by what was seen of the nearest one, at its own costs."""
