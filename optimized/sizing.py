@@ -26,10 +26,10 @@ TRIAL = 12  # trees that are drafted before speculation may be turned off: of a 
 SHORTEST_PAUSE, LONGEST_PAUSE = 32, 1024  # steps without a draft
 CLEAR = 0.94  # of plain decoding's speed; pauses grow where drafting is slower: nearer to it a trial costs little
 COMPARING = 0.005  # of the speed: so much is given for steps without a draft, to see what they take
-COMPARED = 8  # such a step comes at the soonest behind so many with a draft
+COMPARED, SEEN = 8, 4  # such a step comes at the soonest behind so many with a draft; at first so many do
 PRIOR_STEPS = 4.0  # what assumptions count for at first: costs as measured, scores that keep their promise, and
 PRIOR_GAIN = 0.4  # what a level is worth beyond what its nodes cost, over the chance of the best node above it
-LONGEST_STEP = 2.0  # in what was expected; what takes longer was disturbed, and counts as so much
+LONGEST_STEP = 1.3  # in what steps take of late; what takes longer was disturbed, and counts as so much
 
 
 class Sizing(Protocol):
@@ -87,6 +87,7 @@ class _Pace:
         steps, nodes, levels, promised: one, the rows and the further levels of the trees, tokens per request.
         tried: trees since speculation was turned on.
         drafted: steps with a draft since one without.
+        plain: timed steps without one.
         left: steps without a draft that are still to come.
         pause: how many there will be the next time.
     """
@@ -97,6 +98,7 @@ class _Pace:
     promised: float = 0.0
     tried: int = 0
     drafted: int = 0
+    plain: int = 0
     left: int = 0
     pause: int = SHORTEST_PAUSE
 
@@ -139,7 +141,8 @@ class TreeSizer:
                 pace.pause = min(2 * pace.pause, LONGEST_PAUSE) if lead < CLEAR else SHORTEST_PAUSE
             else:
                 pace.pause = SHORTEST_PAUSE
-                if pace.drafted >= max(COMPARED, (1 - 1 / lead) / COMPARING):
+                apart = (1 - 1 / lead) / COMPARING if pace.plain >= SEEN else 0.0
+                if pace.drafted >= max(COMPARED, apart):
                     pace.left = 1
         if pace.left > 0:
             pace.left -= 1
@@ -161,9 +164,11 @@ class TreeSizer:
         nodes = float(trees.num_nodes.sum()) / trees.batch_size - 1  # rows without padding: that costs next to nothing
         expected = costs.seconds(nodes, trees.depth - 1) if drafted else costs.plain
         if seconds is not None:
-            seen, drift = min(seconds / expected, LONGEST_STEP), self._drift.value
-            self._drift.add(seen, self._slowness[drafted].value)
+            drift, slowness = self._drift.value, self._slowness[drafted].value
+            seen = min(seconds / expected, LONGEST_STEP * drift * slowness)
+            self._drift.add(seen, slowness)
             self._slowness[drafted].add(seen, drift)
+            self._pace(trees.batch_size).plain += not drafted
         if shape is None or not drafted:
             return
         chances = trees.log_scores.exp().nan_to_num(0.0).where(trees.parents >= 0, 0.0)
@@ -198,7 +203,7 @@ class TreeSizer:
             self._paces[batch] = (
                 _Pace()
                 if nearest is None
-                else replace(self._paces[nearest], left=0, tried=TRIAL, drafted=0, pause=SHORTEST_PAUSE)
+                else replace(self._paces[nearest], left=0, tried=TRIAL, drafted=0, plain=0, pause=SHORTEST_PAUSE)
             )
         return self._paces[batch]
 
