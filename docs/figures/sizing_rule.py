@@ -108,6 +108,7 @@ def learn(sizer: TreeSizer, shape: RheoConfig | None, offer: Offer, choice: Choi
         depths=depths,
         log_scores=torch.tensor([[1.0, *offer.scores[nodes].tolist()]], dtype=torch.float64).log(),
         depth=levels,
+        num_nodes=torch.tensor([1 + len(nodes)]),
     )
     none, count = torch.zeros(1, 1, dtype=torch.bool), torch.tensor([1 + offer.chances[nodes].sum()])
     walk = VerifyBatch(none.long(), none.long(), count, none, none)
