@@ -49,7 +49,7 @@ class StepCosts:
     Attributes:
         plain: without a draft, one row per request.
         base: with a draft that offers one level, no node of which is kept.
-        node: one more node in every request's tree, be it in one in two of them two more.
+        node: one more node per request, on the average of the batch.
         level: one more level.
     """
 

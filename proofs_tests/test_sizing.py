@@ -149,6 +149,31 @@ def test_drafting_that_is_a_little_ahead_goes_on_but_for_a_step_now_and_then() -
     assert far[1000:].count(False) / 2000 * (1 - 1.5 / 3) == pytest.approx(COMPARING, rel=0.15)
 
 
+def test_a_disturbed_step_counts_little() -> None:
+    """One step of a hundred times the usual length: drafting goes on."""
+    sizer = TreeSizer(lambda batch: COSTS)
+    drafts(sizer, 100, [0.6, 0.3], accepted=1)
+    before = sizer._costs(1)
+    drafts(sizer, 1, [0.6, 0.3], accepted=1, drafted=150.0, plain=100.0)
+    assert sizer._costs(1).plain < 1.02 * before.plain
+    assert always_but_to_compare(drafts(sizer, 100, [0.6, 0.3], accepted=1))
+
+
+def test_who_goes_on_alone_pays_for_a_level_alone() -> None:
+    """By hand, a price of 0.1 and a gain of 0.4 per score: alone 0.25 times the batch; with others by their chance."""
+    sizer = TreeSizer(lambda batch: COSTS)
+    assert sizer._level_threshold(0.1, 1) == pytest.approx(0.25)
+    assert sizer._level_threshold(0.1, 3) == pytest.approx(0.75)
+    assert sizer._level_threshold(0.1, 8) == 1.0
+    sizer._bests.extend([0.9] * 10)  # all go on: 0.36 each, and one pass
+    assert sizer._level_threshold(0.1, 8) == 0.0
+    sizer._bests.extend([0.0] * 10)  # half of them do
+    assert sizer._level_threshold(0.1, 3) == pytest.approx(0.75 / 4)
+    sizer._bests.extend([0.0] * 236)  # one in 25 does: alone it earns 0.36, and its level costs 0.8
+    assert sizer._level_threshold(0.1, 1) == pytest.approx(0.25)
+    assert sizer._level_threshold(0.1, 8) == 1.0
+
+
 def test_every_batch_size_has_a_pace_of_its_own() -> None:
     """A new one is judged by what was seen of another, at its own costs: no trial where drafting cannot pay."""
     sizer = TreeSizer(lambda batch: replace(COSTS, base=0.8 + 0.2 * batch))

@@ -249,11 +249,9 @@ class Eagle3Drafter:
         def forward(part: slice, positions: Tensor, visible: Tensor, read: Tensor) -> Tensor:
             in_use = RowsInUse.of(first_rows(read, visible.shape[1]), self.device)
             cache.announce(visible.shape[1], in_use)
-            embeddings, fused = (
-                self._embedding(pack(token_ids[:, part], in_use)),
-                self._fused(features[:, part], in_use),
-            )
-            self.head.remember(embeddings.to(fused), fused, pack(positions, in_use), cache)
+            fused = self._fused(features[:, part], in_use)
+            embeddings = self._embedding(pack(token_ids[:, part], in_use)).to(fused)
+            self.head.remember(embeddings, fused, pack(positions, in_use), cache)
             return counts.unsqueeze(1)  # of which nothing is read
 
         read_texts(cache, token_ids.shape[1] - 1, counts - 1, forward)

@@ -209,7 +209,7 @@ def read_texts(
     Args:
         cache: of the model that reads.
         rows: of the longest text.
-        counts: [batch] rows of each, at least one; what stands behind them is padding.
+        counts: [batch] rows of each; what stands behind them is padding. What is returned for none means nothing.
         forward: passes some of the rows through the model: which, their positions [batch, n], what they see [batch, n,
             n] and how many of them count [batch], at least one (where a text has ended that is padding). Returns
             [batch, 1, ...] at the last row that counts.
