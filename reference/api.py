@@ -40,7 +40,7 @@ class RheoConfig:
         depth: how many levels are drafted.
         tree_size: R, the budget: draft nodes kept after global pruning, root not counted. "auto" lets a decoder keep
             what pays on its machine, by thresholds that it sets before every step, and at most ``MOST_NODES``.
-        beam: how many nodes of a level are expanded, at most ``tree_size``; None means ``branching``.
+        beam: how many nodes of a level are expanded; None means ``branching``.
         draft_support: S, how many of the largest draft logits make a law.
         proposal: "rheo" offers probes, "topk" never does (EAGLE-2/3), "static" grows one fixed topology whose children
             are all probes (EAGLE-1, Medusa, Sequoia; a chain of them is plain speculative sampling).
@@ -146,8 +146,8 @@ class RheoConfig:
 
     @property
     def beam_width(self) -> int:
-        """How many nodes of a level are expanded, at most. Where as many others go before as are kept, none is."""
-        return min(self.branching if self.beam is None else self.beam, self.budget)
+        """How many nodes of a level are expanded, at most."""
+        return self.branching if self.beam is None else self.beam
 
     @property
     def budget(self) -> int:
