@@ -159,30 +159,39 @@ class TreeSizer:
 
     def observe(self, shape: RheoConfig | None, trees: TreeBatch, walk: VerifyBatch, seconds: float | None) -> None:
         """Learn from a step; see ``Sizing.observe``."""
-        costs = self.costs(trees.batch_size)
-        drafted = trees.depth > 0
-        nodes = float(trees.num_nodes.sum()) / trees.batch_size - 1  # rows without padding: that costs next to nothing
-        expected = costs.seconds(nodes, trees.depth - 1) if drafted else costs.plain
+        costs, pace = self.costs(trees.batch_size), self._pace(trees.batch_size)
+        drafted, expected = shape is not None and trees.depth > 0, costs.plain
+        if shape is not None and drafted:
+            expected = costs.seconds(self._learn(shape, trees, walk, pace), trees.depth - 1)
         if seconds is not None:
             drift, slowness = self._drift.value, self._slowness[drafted].value
             seen = min(seconds / expected, LONGEST_STEP * drift * slowness)
             self._drift.add(seen, slowness)
             self._slowness[drafted].add(seen, drift)
-            self._pace(trees.batch_size).plain += not drafted
-        if shape is None or not drafted:
-            return
+            pace.plain += not drafted
+
+    def _learn(self, shape: RheoConfig, trees: TreeBatch, walk: VerifyBatch, pace: _Pace) -> float:
+        """Learn what trees promise and keep; returns their nodes per request, without padding, which costs little."""
         chances = trees.log_scores.exp().nan_to_num(0.0).where(trees.parents >= 0, 0.0)
         by_level = torch.zeros(trees.batch_size, trees.depth + 1, dtype=chances.dtype, device=chances.device)
         bests = by_level.scatter_reduce(1, trees.depths, chances, "amax")
-        self._bests.extend(bests[:, 1].tolist())
         went_on = bests[:, 1:-1] >= float(shape.level_threshold)  # and was above another level
         further = (chances - float(shape.score_threshold)).clamp(min=0).where(trees.depths > 1, 0.0)
-        sums = [chances[:, 1:].sum(), (walk.counts - 1).sum(), further.sum(), bests[:, 1:-1].where(went_on, 0.0).sum()]
-        promised, accepted, gains, best = (torch.stack(sums) / trees.batch_size).tolist()
-        self._pace(trees.batch_size).add(nodes, trees.depth - 1, promised)
+        sums = [
+            (trees.num_nodes - 1).sum(),
+            chances[:, 1:].sum(),
+            (walk.counts - 1).sum(),
+            further.sum(),
+            bests[:, 1:-1].where(went_on, 0.0).sum(),
+        ]
+        means = torch.stack(sums) / trees.batch_size
+        nodes, promised, accepted, gains, best, *firsts = torch.cat([means, bests[:, 1]]).tolist()  # one transfer
+        pace.add(nodes, trees.depth - 1, promised)
+        self._bests.extend(firsts)
         # What is not tried drifts back to what is assumed, until it is.
         self._honesty.add(*((accepted, promised) if promised > 0 else (1 / LONG_MEMORY, 1 / LONG_MEMORY)))
         self._gain.add(*((gains, best) if best > 0 else (PRIOR_GAIN / LONG_MEMORY, 1 / LONG_MEMORY)))
+        return nodes
 
     def _level_threshold(self, price: float, batch: int) -> float:
         """From which best node on a request goes to the next level, whose pass costs the batch ``price`` per request.
@@ -191,8 +200,9 @@ class TreeSizer:
         is paid for by the chance that no other request goes on. How many do is what would have earned most of late.
         """
         gain, bests = self._gain.value, np.sort(self._bests)[::-1]
-        share = np.arange(1, len(bests) + 1) / max(len(bests), 1)
-        earned = gain * np.cumsum(bests) / max(len(bests), 1) - price * (1 - (1 - share) ** batch)
+        known = max(len(bests), 1)
+        share = np.arange(1, len(bests) + 1) / known
+        earned = gain * np.cumsum(bests) / known - price * (1 - (1 - share) ** batch)
         going = float(share[earned.argmax()]) if (earned > 0).any() else 0.0
         return min(batch * price * (1 - going) ** (batch - 1) / gain, 1.0)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from scipy.optimize import nnls
@@ -20,8 +19,7 @@ from optimized.sizing import StepCosts
 from optimized.trees import TreeBatch
 from optimized.verification import VerifyBatch
 from reference.api import RheoConfig
-
-Values = np.ndarray[Any, np.dtype[np.float64]]
+from reference.numbers import Vector
 
 ROUNDS = 7  # of all shapes; the first only warms up
 PROMPT_TOKENS, LEAST_ROOM = 64, 16
@@ -132,7 +130,7 @@ class _Stopwatch:
     def __init__(self, shapes: list[RheoConfig | None], clock: PhaseClock) -> None:
         self._shapes, self._clock = shapes, clock
         self._spent = np.zeros(2)
-        self._seconds: list[list[Values]] = [[] for _ in shapes]
+        self._seconds: list[list[Vector]] = [[] for _ in shapes]
         self._dims = [(0, 0)] * len(shapes)
         self.turn = 0
 
@@ -166,6 +164,6 @@ class _Stopwatch:
         return StepCosts(plain, max(row + base, plain), max(node + draft_node, SHORTEST), max(level, SHORTEST))
 
 
-def _fit(dims: Values, seconds: Values) -> list[float]:
+def _fit(dims: Vector, seconds: Vector) -> list[float]:
     """What each of the dimensions [shapes, dimensions] costs, never less than nothing; relative errors count."""
     return [float(cost) for cost in nnls(dims / seconds[:, None], np.ones(len(seconds)))[0]]

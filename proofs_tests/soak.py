@@ -86,15 +86,8 @@ class FaultyTarget(TargetModel):
         logits, features = super().prefill(prompts)
         return self.plan.meet(self._texts, logits, "target"), features
 
-    def forward_tree(
-        self,
-        token_ids: Tensor,
-        depths: Tensor,
-        ancestors: Tensor,
-        counts: Tensor | None = None,
-        contain_nan: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        logits, features = super().forward_tree(token_ids, depths, ancestors, counts, contain_nan)
+    def forward_tree(self, token_ids: Tensor, *tree: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        logits, features = super().forward_tree(token_ids, *tree, **options)
         self._tree = token_ids
         return self.plan.meet(self._texts, logits, "target"), features
 

@@ -101,7 +101,7 @@ def drafts(
     return drafted
 
 
-TREE_TENSORS = ("token_ids", "parents", "depths", "slots", "is_probe", "log_scores")
+TREE_TENSORS = ("token_ids", "parents", "depths", "slots", "is_probe", "log_scores", "num_nodes")
 
 
 def test_drafting_that_does_not_pay_is_turned_off_and_tried_again() -> None:

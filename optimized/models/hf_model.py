@@ -103,8 +103,7 @@ class CachedModel:
         self.num_layers: int = config.num_hidden_layers
         self.max_positions = max_positions(config)
         self.cache = TreeCache(0, self.device)
-        self._own_attention = can_group(model)
-        self._attention: Callable[[Any], AbstractContextManager[None]] = grouped if self._own_attention else nullcontext
+        self._attention: Callable[[Any], AbstractContextManager[None]] = grouped if can_group(model) else nullcontext
 
     @property
     def device(self) -> torch.device:
@@ -146,7 +145,7 @@ class CachedModel:
         """
         if self.max_positions is not None:
             position_ids = position_ids.clamp(max=self.max_positions - 1)
-        ragged = RowsInUse.of(in_use, self.device) if self._own_attention else None
+        ragged = RowsInUse.of(in_use, self.device) if self._attention is grouped else None
         mask = self.cache.extend(visible, self.dtype, ragged)
         options = {"output_hidden_states": sorted(set(hidden_layers))} if hidden_layers else {}
         with self._attention(self.model):
