@@ -160,9 +160,9 @@ class TreeSizer:
     def observe(self, shape: RheoConfig | None, trees: TreeBatch, walk: VerifyBatch, seconds: float | None) -> None:
         """Learn from a step; see ``Sizing.observe``."""
         costs, pace = self.costs(trees.batch_size), self._pace(trees.batch_size)
-        drafted, expected = shape is not None and trees.depth > 0, costs.plain
-        if shape is not None and drafted:
-            expected = costs.seconds(self._learn(shape, trees, walk, pace), trees.depth - 1)
+        nodes = self._learn(shape, trees, walk, pace) if shape is not None and trees.depth > 0 else None
+        drafted = nodes is not None
+        expected = costs.plain if nodes is None else costs.seconds(nodes, trees.depth - 1)
         if seconds is not None:
             drift, slowness = self._drift.value, self._slowness[drafted].value
             seen = min(seconds / expected, LONGEST_STEP * drift * slowness)
